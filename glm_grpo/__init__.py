@@ -1,2 +1,6 @@
 "GRPO for GLM-Image, written as notebooks."
 __version__ = "0.1.0"
+
+# The names most people need; the rest is in the rooms (glm_grpo.tokens, glm_grpo.rewards, ...).
+from glm_grpo.advantages import compute_advantages
+from glm_grpo.data import I2IDataset, T2IDataset, make_dataloader, pil_to_tensor, tensor_to_pil
