@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['SHORT', 'METRICS', 'ModelConfig', 'TrainingConfig', 'GRPOOptions', 'RewardConfig', 'DataConfig', 'RolloutConfig',
            'Config', 'config_options', 'option', 'nearest', 'make_parser', 'explain', 'run_folder', 'find_checkpoint',
-           'parse_args', 'image_height_width', 'check_config', 'to_yaml']
+           'parse_args', 'image_height_width', 'check_config', 'to_yaml', 'run_command']
 
 # %% ../nbs/10_config.ipynb #c005
 import dataclasses, difflib, math, re, sys
@@ -26,7 +26,7 @@ class ModelConfig:
     "What is loaded, and what of it learns."
     name: str = _opt("data/tiny-glm-image", "folder or hub id of a GLM-Image: zai-org/GLM-Image is the real one (35 GB)")
     component: Literal["ar", "dit", "both"] = _opt("ar", "which policy learns: ar draws the image tokens; dit (denoising) and both come later")
-    torch_dtype: Literal["float32", "bfloat16", "float16"] = _opt("float32", "number format of the weights; bfloat16 halves the memory")
+    torch_dtype: Literal["float32", "bfloat16", "float16"] | None = _opt("float32", "number format of the weights; bfloat16 halves the memory; null: bfloat16 on CUDA, else float32")
     device: str | None = _opt(None, "cuda, cuda:1, mps or cpu; null: CUDA if there is one, else MPS, else the CPU")
     lora: bool = _opt(True, "true: train small adapters (LoRA, arXiv 2106.09685), the weights stay as they are; false: train all weights of the policy")
     lora_rank: int = _opt(16, "rank of the adapters: more can learn more and costs more memory")
@@ -45,7 +45,8 @@ class TrainingConfig:
     weight_decay: float = _opt(0.0, "AdamW's weight decay")
     max_grad_norm: float = _opt(1.0, "longer gradients are shortened to this length")
     micro_batch_size: int | None = _opt(None, "pictures scored at a time: less memory, the same gradient; null: all at once")
-    updates_per_rollout: int = _opt(1, "optimizer steps on the same pictures; the clipping matters from the second on")
+    updates_per_rollout: int = _opt(1, "passes over the same pictures; the clipping matters from the second optimizer step on")
+    mini_batches: int = _opt(1, "optimizer steps in a pass, each on its share of the pictures")
     log_interval: int = _opt(1, "print and write to TensorBoard every so many steps; metrics.jsonl gets every step")
     save_interval: int = _opt(0, "write checkpoints/checkpoint_step_N every so many steps; 0: only the last one")
     sample_interval: int = _opt(10, "write a grid of pictures to samples/ every so many steps; 0: never")
@@ -167,7 +168,7 @@ def make_parser(
 def _type_name(t):
     "A type in plain words."
     text = str(getattr(t, "__name__", t)) if t in (int, float, str, bool) else str(t)
-    if "Literal" in text: return "one of " + ", ".join(re.findall(r"'(\w+)'", text))
+    if "Literal" in text: return "one of " + ", ".join(re.findall(r"'(\w+)'", text)) + (" or null" if "None" in text else "")
     words = {"dict[str, float]": "names with weights, like {scene: 1.0}", "list[int]": "a list like [128, 192]", "list[str]": "a list like [a, b]", "int": "a whole number",
              "float": "a number", "str": "a text", "bool": "true or false", "None": "null"}
     return " or ".join(words.get(p, p) for p in text.split(" | "))
@@ -255,18 +256,19 @@ def find_checkpoint(
 def parse_args(
     argv=None, # words of the command line; None: those of this process
     prog="python -m glm_grpo.train", # for --help
+    base=None, # YAML file whose values stand where the defaults were; --resume sets it to the run's
 ): # Config, not yet checked
     "Command line and YAML to a `Config`. UserError: anything unknown or of a wrong type. SystemExit(0) after --help and --print_config."
     from jsonargparse import ArgumentError
     argv = _join_negative(sys.argv[1:] if argv is None else argv)
     file, words = _value(argv, "--config")
     if file is not None and not Path(file).is_file(): raise UserError(f"--config {file}: no such file. Give it a YAML file; configs/ has examples.")
-    resume, base = _value(argv, "--resume")[0], None
+    resume = _value(argv, "--resume")[0]
     if resume is not None:
         output_dir = _value(argv, "--output_dir")[0] or _value(argv, "--training.output_dir")[0]
         resume = find_checkpoint(resume, output_dir)
         run = run_folder(resume)
-        base = run and run / "config.yaml"
+        base = run / "config.yaml" if run else base
         if run and not output_dir and file is None: words = ["--training.output_dir", str(run), *words]   # go on where the run was, also if it was moved
     try: got = make_parser(prog, base).parse_args((["--config", file] if file else []) + words).as_dict()
     except ArgumentError as e: raise UserError(explain(str(e), argv, file or base)) from None
@@ -304,7 +306,7 @@ def check_config(
     if g.num_samples < 2:
         raise UserError(f"reward.grpo.num_samples {g.num_samples}: a picture is compared with the others of its prompt, so a group needs at least 2. 8 is a good start.")
     image_height_width(config)
-    at_least = {"model.lora_rank": 1, "training.max_steps": 1, "training.batch_size": 1, "training.micro_batch_size": 1, "training.updates_per_rollout": 1, "training.log_interval": 1,
+    at_least = {"model.lora_rank": 1, "training.max_steps": 1, "training.batch_size": 1, "training.micro_batch_size": 1, "training.updates_per_rollout": 1, "training.mini_batches": 1, "training.log_interval": 1,
                 "training.save_interval": 0, "training.sample_interval": 0, "training.eval_samples": 0, "training.eval_prompts": 1, "training.weight_decay": 0, "training.seed": 0,
                 "reward.grpo.beta": 0, "rollout.num_inference_steps": 1, "rollout.batch_size": 1, "rollout.guidance_scale": 0}
     for name, least in at_least.items():
@@ -328,3 +330,18 @@ def to_yaml(
     values = dataclasses.asdict(config)
     values.pop("resume")
     return yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=120)
+
+# %% ../nbs/10_config.ipynb #c051
+def run_command(
+    command, # function of a list of words; returns a status, or None for 0
+    argv=None, # the words; None: those of this process
+): # int: 0 done, 2 a mistake of the user, 130 stopped by Ctrl+C, or what the command returns
+    "Run a program's main function. A UserError becomes one message on stderr and status 2."
+    try: return command(argv) or 0
+    except UserError as e:
+        print(f"\nerror: {e}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("\nstopped.", file=sys.stderr)
+        return 130
+    except SystemExit as e: return e.code if isinstance(e.code, int) else 0      # after --help and --print_config
