@@ -113,8 +113,8 @@ class LoraOptions:
     target_modules: tuple = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_up_proj", "down_proj") # names of linear layers of the language model
 
 def _lora_options(lora):
-    "None, True, a dict or LoraOptions -> LoraOptions, checked."
-    if lora is True or lora is None: lora = LoraOptions()
+    "True, a dict or LoraOptions -> LoraOptions, checked."
+    if lora is True: lora = LoraOptions()
     if isinstance(lora, dict):
         known = {f.name for f in dataclasses.fields(LoraOptions)}
         unknown = [k for k in lora if k not in known]
@@ -188,14 +188,15 @@ class GLMImageWrapper:
         self.lora, self.peft = None, None
         adapter = lora if isinstance(lora, (str, Path)) else None
         if adapter is not None: lora = _read_adapter(adapter)[0]
-        if lora: # None and False: full weights
+        if lora is not None and lora is not False:
             self.lora = _lora_options(lora)
             self.peft = add_lora(self.ar, self.lora, seed)
             self.peft.peft_config["default"].base_model_name_or_path = self.name
         else:
             for part in (*self.ar.model.language_model.layers, self.ar.model.language_model.norm, self.ar.lm_head): part.requires_grad_(True)
         self.gradient_checkpointing = gradient_checkpointing
-        if gradient_checkpointing: self.ar.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
+        if gradient_checkpointing:
+            with _quiet(): self.ar.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
         if adapter is not None: self.load_adapter(adapter)
         self.policies = {"ar": ARPolicy(self)}
 
@@ -312,7 +313,7 @@ class GLMImageWrapper:
             return
         from peft import get_peft_model_state_dict, set_peft_model_state_dict
         options, saved = _read_adapter(folder)
-        own = {k: v.shape for k, v in get_peft_model_state_dict(self.peft).items()}
+        own = {k: v.shape for k, v in get_peft_model_state_dict(self.peft, save_embedding_layers=False).items()}
         if {k: v.shape for k, v in saved.items()} != own or options.alpha != self.lora.alpha:
             raise UserError(f"{folder}: an adapter of rank {options.rank}, alpha {options.alpha:g} on {', '.join(options.target_modules)}; the model has rank {self.lora.rank}, alpha {self.lora.alpha:g} on {', '.join(self.lora.target_modules)}. Set model.lora_rank, lora_alpha and lora_target_modules to the adapter's, and model.name to its model.")
         set_peft_model_state_dict(self.peft, saved)
@@ -322,6 +323,7 @@ def _read_adapter(folder):
     from safetensors.torch import load_file
     try:
         c, saved = json.loads(Path(folder, "adapter_config.json").read_text()), load_file(Path(folder, "adapter_model.safetensors"))
-        return LoraOptions(c["r"], c["lora_alpha"], tuple(re.fullmatch(r".*\((.*)\)", c["target_modules"])[1].split("|"))), saved
+        names = c["target_modules"]
+        return LoraOptions(c["r"], c["lora_alpha"], tuple(re.fullmatch(r".*\((.*)\)", names)[1].split("|") if isinstance(names, str) else names)), saved
     except FileNotFoundError as e: raise UserError(f"{folder}: no adapter, {Path(e.filename or 'adapter_model.safetensors').name} is missing. Give a folder that training wrote (checkpoints/checkpoint_final).") from None
     except Exception as e: raise UserError(f"{folder}: the adapter does not load ({type(e).__name__}). Take another checkpoint.") from e
