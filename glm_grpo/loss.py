@@ -79,6 +79,7 @@ def compute_grpo_loss(
     max_length=None, # dr_grpo: the longest possible number of decisions; None: T
     num_decisions=None, # decisions that count in the whole batch of one optimiser step; give it with micro-batches
     num_samples=None, # samples in the whole batch of one optimiser step; give it with micro-batches
+    as_tensors=False, # True: the metrics stay on the device, so nothing waits for it
 ): # (scalar loss, dict of floats: loss ratio_mean ratio_std clip_fraction advantages_mean advantages_std kl)
     "GRPO's loss and its relatives on log-probs; equal to TRL 1.16's `_compute_loss`. ValueError: unknown names, shapes that do not fit, beta without a reference."
     if loss_type not in LOSS_TYPES: raise ValueError(f"loss_type '{loss_type}': want one of {' '.join(LOSS_TYPES)}")
@@ -114,11 +115,12 @@ def compute_grpo_loss(
         r_mean, a_mean = mean(ratio, w), A.mean()
         values = (loss, r_mean, mean((ratio - r_mean)**2, w).sqrt(), mean(clipped.to(dtype), w), a_mean, ((A - a_mean)**2).mean().sqrt(), mean(kl, m))
         names = ("loss", "ratio_mean", "ratio_std", "clip_fraction", "advantages_mean", "advantages_std", "kl")
-        return loss, dict(zip(names, torch.stack(values).tolist()))        # the one wait for the device
+        values = torch.stack(values)
+        return loss, dict(zip(names, values if as_tensors else values.tolist()))        # tolist: the one wait for the device
 
 # %% ../nbs/02_loss.ipynb #c096
 def combine_metrics(
-    parts, # list of metrics of the micro-batches, from losses that used the whole batch's counts
+    parts, # list of metrics (floats or tensors) of the micro-batches, from losses that used the whole batch's counts
     weights, # how much each counts: its number of decisions
 ): # dict like one of them
     "Metrics of micro-batches (or ranks) to those of the whole batch: the losses are summed, means and stds combined."

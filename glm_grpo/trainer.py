@@ -111,6 +111,7 @@ class MinimalGRPOTrainer:
                                     temperature=temperature, top_p=top_p, **dict(dict(score_batch_size=micro_batch_size), **(rollout_options or {})))
         self.parameters = {name: [p for p in policy.parameters() if p.requires_grad] for name, policy in model.policies.items()}
         self.optimizer = torch.optim.AdamW([dict(params=p, lr=self.learning_rates[name], name=name) for name, p in self.parameters.items()], weight_decay=weight_decay)
+        self.device = self.optimizer.param_groups[0]["params"][0].device
         self.options = dict(group_size=group_size, micro_batch_size=micro_batch_size, updates_per_rollout=updates_per_rollout, mini_batches=mini_batches, max_grad_norm=max_grad_norm,
                             scale=scale, weight_decay=weight_decay, seed=seed, learning_rate=self.learning_rates, loss=self.loss_options, rollout=self.rollout_options)
         self.step, self.last_step, self.bad_steps, self.stop, self.last_rollout = 0, 0, 0, False, None
@@ -140,7 +141,7 @@ class MinimalGRPOTrainer:
     def update(self, rollout):
         "One optimizer step on a rollout (or a mini-batch of it) -> metrics. Micro-batches' gradients add up to the whole's."
         self.optimizer.zero_grad(set_to_none=True)
-        n, out = len(rollout["prompts"]), {}
+        n, out, rollout = len(rollout["prompts"]), {}, dict(rollout, advantages=rollout["advantages"].to(self.device))
         for name, policy in self.model.policies.items():
             parts, sizes = [], []
             size = self.micro_batch_size or n
@@ -150,10 +151,11 @@ class MinimalGRPOTrainer:
                 if self.beta:
                     with torch.no_grad(), self.model.reference(): ref = policy.score(part)
                 new = policy.score(part)
-                loss, metrics = compute_grpo_loss(new, policy.old(part), part["advantages"].to(new.device), ref_logprobs=ref, num_samples=n, num_decisions=n*new[0].numel(), **self.loss_options)
+                loss, metrics = compute_grpo_loss(new, policy.old(part), part["advantages"], ref_logprobs=ref, num_samples=n, num_decisions=n*new[0].numel(), as_tensors=True, **self.loss_options)
                 loss.backward()
                 parts.append(metrics); sizes.append(len(new))
-            out[name] = combine_metrics(parts, sizes) | dict(grad_norm=torch.nn.utils.clip_grad_norm_(self.parameters[name], self.max_grad_norm).item())
+            out[name] = combine_metrics(parts, sizes) | dict(grad_norm=torch.nn.utils.clip_grad_norm_(self.parameters[name], self.max_grad_norm))
+        out = {name: dict(zip(m, torch.stack([v.float() for v in m.values()]).tolist())) for name, m in out.items()}      # here, once, it waits for the device
         finite = all(math.isfinite(m[k]) for m in out.values() for k in ("loss", "grad_norm"))
         if finite and any(m["grad_norm"] > 0 for m in out.values()): self.optimizer.step()      # no gradient, no step: AdamW's memory would still move the weights
         self.bad_steps = 0 if finite else self.bad_steps + 1
@@ -232,7 +234,7 @@ class MinimalGRPOTrainer:
         for g, own in zip(self.optimizer.param_groups, settings): g.update(own)
         self.step, self.bad_steps = note["step"], note["bad_steps"]
 
-# %% ../nbs/09_trainer.ipynb #c084
+# %% ../nbs/09_trainer.ipynb #c086
 class ProgressBar(Callback):
     "A line that shows step, reward, ratio and KL."
     def __init__(self,
@@ -246,7 +248,7 @@ class ProgressBar(Callback):
         self.bar.update(1)
     def on_train_end(self, trainer): self.bar.close()
 
-# %% ../nbs/09_trainer.ipynb #c087
+# %% ../nbs/09_trainer.ipynb #c089
 class JsonlLogger(Callback):
     "Appends each step's metrics to a file, at once. At the start the lines after the trainer's step are taken out. What is not finite is written as null."
     def __init__(self,
@@ -265,7 +267,7 @@ class JsonlLogger(Callback):
         self.file.flush()
     def on_train_end(self, trainer): self.file.close()
 
-# %% ../nbs/09_trainer.ipynb #c090
+# %% ../nbs/09_trainer.ipynb #c092
 def sample_grid(
     rollout, # dict with prompts (list of N), image_tensors [N, 3, H, W] in [0, 1], rewards [N]
     group_size, # G
@@ -289,7 +291,7 @@ def sample_grid(
             draw.text((4 + j*(w + 4), y + line + h), f"{row[k]:.3f}", fill="gray", font=font)
     return sheet
 
-# %% ../nbs/09_trainer.ipynb #c093
+# %% ../nbs/09_trainer.ipynb #c095
 class SampleGrid(Callback):
     "Writes `sample_grid` of every so many steps to folder/step_000010.png."
     def __init__(self,
@@ -301,7 +303,7 @@ class SampleGrid(Callback):
         if self.every and (trainer.step % self.every == 0 or trainer.step == 1):
             with atomic_write(self.folder/f"step_{trainer.step:06d}.png", "wb") as f: sample_grid(rollout, trainer.group_size, self.groups).save(f, format="PNG")
 
-# %% ../nbs/09_trainer.ipynb #c096
+# %% ../nbs/09_trainer.ipynb #c098
 class CheckpointCallback(Callback):
     "Saves folder/checkpoint_step_N every so many steps, and folder/checkpoint_final when the last step is done."
     def __init__(self,
@@ -312,7 +314,7 @@ class CheckpointCallback(Callback):
         if self.every and trainer.step % self.every == 0: trainer.save_checkpoint(self.folder/f"checkpoint_step_{trainer.step}")
         if trainer.step == trainer.last_step: trainer.save_checkpoint(self.folder/"checkpoint_final")
 
-# %% ../nbs/09_trainer.ipynb #c099
+# %% ../nbs/09_trainer.ipynb #c101
 class TrackerLogger(Callback):
     "Metrics as train/loss, train/reward_mean... and pictures, through accelerate's trackers, to output_dir/logs."
     def __init__(self,
