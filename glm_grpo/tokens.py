@@ -60,9 +60,7 @@ class PromptInputs:
 def _check_size(height, width):
     "GLM-Image's smallest unit is one token: 32x32 pixels."
     for name, n in (("height", height), ("width", width)):
-        if isinstance(n, bool) or not isinstance(n, int) or n < 32 or n % 32:
-            near = max(32, round(n / 32) * 32) if isinstance(n, (int, float)) else 1024
-            raise UserError(f"{name} is {n!r}, but must be a multiple of 32 pixels: take {near}")
+        if n != int(n) or n < 32 or n % 32: raise UserError(f"{name} is {n}, but must be a multiple of 32 pixels: take {max(32, round(n / 32) * 32)}")
 
 def _check_prompts(prompts, marks):
     "Empty prompts and prompts that contain the layout's own marks."
@@ -82,6 +80,7 @@ def prepare_prompts(
     "Tokenise prompts as GlmImagePipeline does, with positions for prompt and picture. Raises UserError for odd sizes and empty prompts."
     prompts, config = [prompts] if isinstance(prompts, str) else list(prompts), model.config
     _check_size(height, width)
+    height, width = int(height), int(width)
     marks = processor.tokenizer.convert_ids_to_tokens([config.image_start_token_id, config.image_end_token_id, config.image_token_id])
     _check_prompts(prompts, [*marks, processor.grid_bos_token, processor.grid_eos_token])
     if images is not None and (len(images) != len(prompts) or len({len(s) for s in images}) != 1):
@@ -94,7 +93,7 @@ def prepare_prompts(
     grids = out["image_grid_thw"].view(len(prompts), -1, 3)[..., 1:].tolist()
     n = len(sources[0])
     target = [tuple(g) for g in reversed(grids[0][n:])]      # the processor names the large grid first, the model draws the preview first
-    if min(min(g) for g in target) < 1: raise UserError(f"{height}x{width} is too narrow: the preview grid would be {target[0][0]}x{target[0][1]} tokens")
+    if min(min(g) for g in target) < 1: raise UserError(f"{height}x{width} is too narrow, its preview grid would have no tokens: take sides whose ratio is below 256")
     position_ids, decode = torch.ones(3, *ids.shape, dtype=torch.long), []
     for i, m in enumerate(mask.bool()):
         starts, segments, at = (ids[i][m] == config.image_start_token_id).nonzero().flatten().tolist(), [], 0
@@ -106,15 +105,17 @@ def prepare_prompts(
         position_ids[:, i, m] = positions[:, :length]
         decode.append(positions[:, length:])
     inputs = PromptInputs(ids, mask, position_ids, torch.stack(decode, 1), target).to(model.device)
-    if n: inputs.input_ids = _source_codes(model, inputs.input_ids, out, n)
+    if n: inputs.input_ids = _source_codes(model, out, inputs.position_ids)
     return inputs
 
 @torch.no_grad()
-def _source_codes(model, input_ids, out, n):
-    "Replace the placeholders of source pictures by their codes: model.forward does the same on its way."
-    grid = out["image_grid_thw"].view(len(input_ids), -1, 3)[:, :n].reshape(-1, 3).to(model.device)
-    codes = model.get_image_tokens(model.get_image_features(out["pixel_values"].to(model.device), grid).pooler_output)
-    return input_ids.masked_scatter(input_ids == model.config.image_token_id, codes.to(input_ids.device))
+def _source_codes(model, out, position_ids):
+    "Input ids with the placeholders of source pictures replaced by their codes: read off where the model itself does it, which differs between versions of transformers."
+    seen = []
+    handle = model.model.language_model.embed_tokens.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    try: model.model(**out.to(model.device), position_ids=position_ids)
+    finally: handle.remove()
+    return seen[0]
 
 # %% ../nbs/05_tokens.ipynb #c006
 def token_uniforms(
