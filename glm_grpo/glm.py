@@ -142,7 +142,7 @@ def add_lora(
         if "lora_A" in name: p.data.copy_(torch.empty(p.shape).uniform_(-1, 1, generator=g) / math.sqrt(p.shape[1]))
     return model.eval()
 
-# %% ../nbs/07_glm.ipynb #c032
+# %% ../nbs/07_glm.ipynb #c035
 _SHARED = ("prompt_inputs", "grids")
 
 def slice_rollout(
@@ -157,7 +157,7 @@ def slice_rollout(
         return [v[i] for i in pick] if isinstance(v, list) and len(v) == n else v
     return {k: v if k in _SHARED else cut(v) for k, v in rollout.items()}
 
-# %% ../nbs/07_glm.ipynb #c035
+# %% ../nbs/07_glm.ipynb #c038
 class ARPolicy:
     "The token policy: what the trainer sees of it."
     name = "ar"
