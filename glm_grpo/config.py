@@ -47,7 +47,7 @@ class TrainingConfig:
     micro_batch_size: int | None = _opt(None, "pictures scored at a time: less memory, the same gradient; null: all at once")
     updates_per_rollout: int = _opt(1, "passes over the same pictures; the clipping matters from the second optimizer step on")
     mini_batches: int = _opt(1, "optimizer steps in a pass, each on its share of the pictures")
-    log_interval: int = _opt(1, "print and write to TensorBoard every so many steps; metrics.jsonl gets every step")
+    log_interval: int = _opt(1, "write the curves for TensorBoard (logs/) every so many steps; metrics.jsonl gets every step")
     save_interval: int = _opt(0, "write checkpoints/checkpoint_step_N every so many steps; 0: only the last one")
     sample_interval: int = _opt(10, "write a grid of pictures to samples/ every so many steps; 0: never")
     eval_samples: int = _opt(4, "pictures for each held-out prompt, before and after training; 0: no evaluation")
@@ -182,7 +182,11 @@ def explain(
     known = {o[0]: o for o in config_options()} | {"config": ("config", str, None, "YAML file with options", "")}
     aliases = [s[2:] for s in SHORT.values()]
     typed = [w.split("=")[0].lstrip("-") for w in argv if w.startswith("--")]
-    where = lambda key: f"--{key}" if key in typed or not file else f"{file}: {key}"
+    def where(key):
+        "As the user wrote it: the long name, the short one, or its place in the file."
+        short = SHORT.get(key, "--")
+        if short[2:] in typed: return short
+        return f"--{key}" if key in typed or not file else f"{file}: {key}"
     if m := re.match(r"unrecognized arguments: (.*)", message, re.S):
         words = m[1].split()
         name = next((w for w in words if w.startswith("-")), None)
@@ -195,7 +199,7 @@ def explain(
         key = m[1]; base = next((k for k in known if key == k or key.startswith(k + ".")), key)
         got = re.search(r"(?:Got value|Given value): (.*)", message)
         if base in known: return f"{where(key)}: {got[1].strip() if got else 'this value'} is not {_type_name(known[base][1])}. It is: {known[base][3]}."
-    if m := re.match(r"argument ([^:]+): expected", message): return f"{m[1].split('/')[0]}: a value is missing. Write it after the name, or --name=value."
+    if m := re.match(r"argument ([^:]+): expected", message): return f"{where(m[1].split('/')[0].lstrip('-'))}: a value is missing. Write it after the name, or --name=value."
     if m := re.match(r"Problems parsing config: (.*)", message, re.S):
         line = re.findall(r"line (\d+)", m[1])
         return f"{file}{', line ' + line[-1] if line else ''}: no valid YAML ({m[1].strip().splitlines()[0]}). Mend the line; configs/ has examples."
@@ -342,6 +346,6 @@ def run_command(
         print(f"\nerror: {e}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("\nstopped.", file=sys.stderr)
+        print("\nstopped at once, without saving.", file=sys.stderr)
         return 130
     except SystemExit as e: return e.code if isinstance(e.code, int) else 0      # after --help and --print_config

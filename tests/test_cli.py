@@ -1,0 +1,239 @@
+"""The command line as a process sees it: mistakes, signals, stop and go on. What one notebook can show is tested there."""
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+
+os.environ.setdefault('OMP_NUM_THREADS', '1')
+ROOT = Path(__file__).resolve().parent.parent
+PROMPTS = ['a cat in the middle on a red ground', 'two dogs on a blue ground', 'a key left of a snail on a green ground']
+GREEN = 'def green(images): return images[:, 1].mean((1, 2)) - images[:, [0, 2]].mean((1, 2, 3))\n'
+
+
+@pytest.fixture(autouse=True)
+def at_root(monkeypatch):
+    monkeypatch.chdir(ROOT)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    "Prompts with pictures, and a reward that always has something to say."
+    (tmp_path / 'prompts.txt').write_text('\n'.join(PROMPTS) + '\n')
+    (tmp_path / 'target_images').mkdir()
+    for i in range(len(PROMPTS)): Image.new('RGB', (64, 64), (40 * i, 90, 60)).save(tmp_path / 'target_images' / f'{i}.png')
+    (tmp_path / 'green.py').write_text(GREEN)
+    return tmp_path
+
+
+def small(folder, *words):
+    "A run of the least size: one prompt, two pictures of 64 pixels."
+    return ['--data.prompts_file', f'{folder}/prompts.txt', '--data.image_size', '64', '--training.batch_size', '1', '--reward.grpo.num_samples', '2', '--rollout.num_inference_steps', '1',
+            '--rollout.guidance_scale', '1', '--reward.function', f'{folder}/green.py:green', '--training.eval_samples', '0', '--training.sample_interval', '0', *words]
+
+
+def main(*words):
+    from glm_grpo.train import main
+    return main([str(w) for w in words])
+
+
+def steps(run): return [json.loads(line)['step'] for line in (run / 'metrics.jsonl').read_text().splitlines()]
+
+
+def files(top): return sorted(p for p in top.rglob('*') if p.is_file())
+
+
+def wrong_inputs(folder):
+    "name -> (words, what the message must say)."
+    (folder / 'empty.txt').write_text('')
+    (folder / 'gap.txt').write_text('a cat\n\na dog\n')
+    (folder / 'latin.txt').write_bytes('ein Käfer\n'.encode('latin-1'))
+    (folder / 'free').mkdir()
+    (folder / 'free/prompts.txt').write_text('a cat in the middle on a red ground\na landscape with trees\n')
+    (folder / 'two.txt').write_text('\n'.join(PROMPTS[:2]) + '\n')
+    (folder / 'bad').mkdir()
+    for i in range(3): (folder / 'bad' / f'{i}.png').write_bytes((folder / 'target_images/0.png').read_bytes()[:60 if i == 1 else None])
+    (folder / 'bad.yaml').write_text('training: {learning_rat: 1}\n')
+    (folder / 'torn.yaml').write_text('training: [1\n')
+    (folder / 'no_reward.py').write_text('def other(images): return 0\n')
+    (folder / 'half_model').mkdir()
+    (folder / 'half_model' / 'model_index.json').write_text('{"_class_name": "GlmImagePipeline"}')
+    (folder / 'old_run').mkdir()
+    (folder / 'old_run' / 'metrics.jsonl').write_text('')
+    mine = ['--data.prompts_file', f'{folder}/prompts.txt']
+    return {
+        'unknown option': (['--training.learningrate', '1'], '--training.learning_rate'),
+        'option without its section': (['--learning_rate', '1'], '--training.learning_rate'),
+        'stray word': (['go'], "'go'"),
+        'no value': (['--num_steps'], '--num_steps: a value is missing'),
+        'a word for a number': (['--training.learning_rate', 'fast'], 'a number'),
+        'a fraction of a step': (['--num_steps', '2.5'], 'whole number'),
+        'unknown choice': (['--model.component', 'vit'], 'ar'),
+        'i2i': (['--mode', 'i2i'], 'later'),
+        'dit': (['--model.component', 'dit'], 'later'),
+        'both': (['--model.component', 'both'], 'later'),
+        'a group of one': (['--reward.grpo.num_samples', '1'], 'at least 2'),
+        'not a multiple of 32': (['--data.image_size', '100'], '96'),
+        'not a multiple of 32, one side': (['--data.image_size', '[128, 130]'], '128'),
+        'a negative learning rate': (['--training.learning_rate', '-1e-3'], 'more than 0'),
+        'no steps': (['--num_steps', '0'], 'at least 1'),
+        'KL without a reference': (['--model.lora', 'false', '--reward.grpo.beta', '0.1'], 'model.lora true'),
+        'unknown metric': (['--reward.metrics.beauty', '1'], 'scene'),
+        'nothing to learn from': (['--reward.metrics', '{scene: 0}'], 'scene'),
+        'unknown option in a file': (['--config', f'{folder}/bad.yaml'], 'learning_rate'),
+        'torn YAML': (['--config', f'{folder}/torn.yaml'], 'torn.yaml, line 2'),
+        'no such config': (['--config', f'{folder}/none.yaml'], 'none.yaml'),
+        'no such prompts': (['--data.prompts_file', f'{folder}/none.txt'], 'none.txt'),
+        'empty prompts': (['--data.prompts_file', f'{folder}/empty.txt'], 'empty.txt'),
+        'an empty line': (['--data.prompts_file', f'{folder}/gap.txt'], 'line 2'),
+        'not UTF-8': (['--data.prompts_file', f'{folder}/latin.txt'], 'UTF-8'),
+        'a free prompt under the scene check': (['--data.prompts_file', f'{folder}/free/prompts.txt'], 'line 2'),
+        'mismatched counts': (['--data.prompts_file', f'{folder}/two.txt'], '3 pictures for 2 prompts'),
+        'no such pictures': ([*mine, '--data.target_images_dir', f'{folder}/none'], 'none'),
+        'a broken picture': ([*mine, '--data.target_images_dir', f'{folder}/bad'], '1.png'),
+        'no such reward': ([*mine, '--reward.function', f'{folder}/no_reward.py:green'], 'There are: other'),
+        'reward without targets': (['--data.prompts_file', f'{folder}/free/prompts.txt', '--reward.use_advanced', 'false'], 'data.target_images_dir'),
+        'a folder that is no model': (['--model.name', str(folder)], 'model_index.json'),
+        'half a model': (['--model.name', f'{folder}/half_model'], 'half_model'),
+        'no such model': (['--model.name', f'{folder}/none'], 'none'),
+        'no such device': (['--model.device', 'cuda:77'], 'cuda:77'),
+        'no such layer': (['--model.lora_target_modules', '[nose]'], 'nose'),
+        'no such checkpoint': (['--resume', f'{folder}/none'], 'none'),
+        'a checkpoint that is none': (['--resume', f'{folder}/bad'], 'trainer.json'),
+        'a folder with a run in it': (['--output_dir', f'{folder}/old_run'], '--resume'),
+        'a file in the place of the folder': (['--output_dir', f'{folder}/two.txt'], 'a file'),
+    }
+
+
+def test_mistakes_are_told_once_and_leave_nothing(folder, capfd):
+    "One message with the remedy, status 2, no traceback, nothing written."
+    failed = []
+    cases = wrong_inputs(folder)
+    there, outputs = files(folder), list(Path('outputs').glob('*'))
+    for name, (words, says) in cases.items():
+        out = [] if '--output_dir' in words else ['--output_dir', str(folder / 'new')]
+        status = main(*words, *out)
+        text = capfd.readouterr()
+        said = [line for line in text.err.splitlines() if line.strip()]
+        if status != 2: failed.append(f'{name}: status {status}')
+        if len(said) != 1 or not said[0].startswith('error: '): failed.append(f'{name}: not one message but {said}')
+        elif says not in said[0]: failed.append(f'{name}: {says!r} is not in {said[0]!r}')
+        if 'Traceback' in text.err + text.out: failed.append(f'{name}: a traceback')
+        if files(folder) != there: failed.append(f'{name}: left {set(files(folder)) - set(there)}'); there = files(folder)
+    assert failed == []
+    assert list(Path('outputs').glob('*')) == outputs
+
+
+def test_a_wrong_option_as_a_process():
+    done = subprocess.run([sys.executable, '-m', 'glm_grpo.train', '--training.batchsize', '3'], capture_output=True, text=True)
+    assert done.returncode == 2 and 'Did you mean --training.batch_size?' in done.stderr and 'Traceback' not in done.stderr and done.stdout == ''
+
+
+def test_help_teaches(capsys):
+    from glm_grpo.config import SHORT, Config, config_options
+    assert main('--help') == 0
+    text = ' '.join(capsys.readouterr().out.split())
+    for name, type_, default, help, _ in config_options():
+        assert f'--{name}' in text and ' '.join(help.split()) in text, name
+    assert all(f'{s} ' in text for s in SHORT.values())
+
+
+def test_print_config_can_be_read_again(capsys, tmp_path):
+    from glm_grpo.config import parse_args
+    assert main('--print_config', '--num_steps', '7') in (0, None)
+    (tmp_path / 'c.yaml').write_text(capsys.readouterr().out)
+    assert parse_args(['--config', str(tmp_path / 'c.yaml')]) == parse_args(['--num_steps', '7'])
+
+
+@pytest.mark.parametrize('name', ['grpo_training', 'real_ar_t2i'])
+def test_configs_load(name):
+    import yaml
+    from glm_grpo.config import Config, check_config, parse_args, to_yaml
+    config = parse_args(['--config', f'configs/{name}.yaml'])
+    check_config(config)
+    if name == 'grpo_training':
+        assert yaml.safe_load(Path(f'configs/{name}.yaml').read_text()) == yaml.safe_load(to_yaml(Config())), 'the defaults have changed: copy --print_config'
+    else: assert (config.model.name, config.model.torch_dtype, config.model.lora, config.data.image_size) == ('zai-org/GLM-Image', 'bfloat16', True, 512)
+
+
+def without_seconds(run): return [{k: v for k, v in json.loads(line).items() if 'seconds' not in k} for line in (run / 'metrics.jsonl').read_text().splitlines()]
+
+
+def test_stop_and_go_on_is_the_straight_run_bit_for_bit(folder):
+    "2 steps, resume, 2 steps == 4 steps: metrics and adapter."
+    straight, halves = folder / 'straight', folder / 'halves'
+    assert main(*small(folder, '--num_steps', 4, '--output_dir', straight)) == 0
+    assert main(*small(folder, '--num_steps', 2, '--output_dir', halves)) == 0
+    half = load_file(halves / 'checkpoints/checkpoint_final/adapter_model.safetensors')
+    assert main('--resume', halves / 'checkpoints/checkpoint_final', '--num_steps', 4) == 0
+    assert without_seconds(halves) == without_seconds(straight) and steps(halves) == [1, 2, 3, 4]
+    a, b = (load_file(run / 'checkpoints/checkpoint_final/adapter_model.safetensors') for run in (straight, halves))
+    assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+    assert any(not torch.equal(a[k], half[k]) for k in a), 'nothing was learnt, so nothing was tested'
+    assert not [p for p in files(folder) if p.name.startswith('.') or p.suffix == '.part']
+
+
+def test_resume_refuses_another_model_and_says_what_differs(folder, capsys):
+    assert main(*small(folder, '--num_steps', 1, '--output_dir', folder / 'run')) == 0
+    capsys.readouterr()
+    before = {p: p.read_bytes() for p in files(folder / 'run')}
+    for words, says in ((['--model.name', 'other/GLM-Image'], 'model tiny-glm-image'), (['--num_steps', '1'], 'larger --num_steps'), (['--num_steps', '2', '--model.lora_rank', '3'], 'ank')):
+        assert main('--resume', folder / 'run', *words) == 2
+        assert says in capsys.readouterr().err
+    assert {p: p.read_bytes() for p in files(folder / 'run') if p in before and 'events' not in p.name and p.name != 'config.yaml'} == {p: b for p, b in before.items() if 'events' not in p.name and p.name != 'config.yaml'}
+
+
+def test_ctrl_c_saves_and_resume_goes_on(folder, capsys):
+    run = folder / 'run'
+    words = small(folder, '--num_steps', '500', '--output_dir', str(run))
+    process = subprocess.Popen([sys.executable, '-m', 'glm_grpo.train', *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        limit = time.monotonic() + 120
+        while not (run / 'metrics.jsonl').exists() or len(steps(run)) < 2:
+            assert process.poll() is None and time.monotonic() < limit, process.stdout.read() if process.poll() is not None else 'too slow'
+            time.sleep(0.1)
+        process.send_signal(signal.SIGINT)
+        text = process.communicate(timeout=60)[0]
+    finally: process.kill()
+    saved = run / 'checkpoints' / 'checkpoint_interrupt'
+    assert process.returncode == 0 and 'Traceback' not in text and f'--resume {saved}' in text
+    done = json.loads((saved / 'trainer.json').read_text())['step']
+    assert steps(run) == list(range(1, done + 1)) and (saved / 'adapter_model.safetensors').is_file()
+    assert not (run / 'checkpoints' / 'checkpoint_final').exists()
+    assert main('--resume', saved, '--num_steps', done + 1) == 0
+    assert steps(run) == list(range(1, done + 2)) and (run / 'checkpoints' / 'checkpoint_final').is_dir()
+
+
+def test_sigterm_saves_too(folder):
+    "Here the signal comes from inside, in the second step's reward."
+    (folder / 'green.py').write_text('import os, signal\ncalls = []\n' + GREEN.replace('return', 'calls.append(1); len(calls) == 4 and os.kill(os.getpid(), signal.SIGTERM); return'))
+    before = signal.getsignal(signal.SIGTERM)
+    assert main(*small(folder, '--num_steps', 50, '--output_dir', folder / 'run')) == 143
+    assert json.loads((folder / 'run/checkpoints/checkpoint_interrupt/trainer.json').read_text())['step'] == 2 == steps(folder / 'run')[-1]
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_reward_that_breaks_later_loses_nothing(folder, capsys):
+    (folder / 'green.py').write_text('calls = []\n' + GREEN.replace('return', 'calls.append(1); 1 / (4 - len(calls)); return'))
+    assert main(*small(folder, '--num_steps', 50, '--output_dir', folder / 'run')) == 2
+    message = capsys.readouterr().err.strip().splitlines()[-1]
+    assert 'ZeroDivisionError' in message and 'green.py, line 2' in message and 'checkpoint_interrupt' in message
+    assert steps(folder / 'run') == [1] and (folder / 'run/checkpoints/checkpoint_interrupt').is_dir()
+
+
+def test_evaluate_a_checkpoint(folder, capsys):
+    "Writes what training wrote about the same checkpoint."
+    from glm_grpo.evaluate import main as evaluate_main
+    run = folder / 'run'
+    assert main(*small(folder, '--num_steps', 1, '--output_dir', run, '--training.eval_samples', '1', '--training.learning_rate', '0.01')) == 0
+    assert evaluate_main(['--checkpoint', str(run)]) == 0
+    a, b = (json.loads(p.read_text()) for p in (run / 'eval.json', run / 'eval_checkpoint_final' / 'eval.json'))
+    assert {k: v['rewards'] for k, v in a.items()} == {k: v['rewards'] for k, v in b.items()} and a['before']['rewards'] != a['after']['rewards']
+    assert a['before']['seeds'] == a['after']['seeds'] and (run / 'eval_checkpoint_final' / 'before_after.png').is_file()
