@@ -75,7 +75,7 @@ class RewardConfig:
     function: str | None = _opt(None, "your own reward instead: file.py:name; called with images [N,3,H,W] and, by their names, prompts, targets, metadata; returns [N]")
     grpo: GRPOOptions = field(default_factory=GRPOOptions)
 
-# %% ../nbs/10_config.ipynb #c017
+# %% ../nbs/10_config.ipynb #c020
 @dataclass
 class DataConfig:
     "Which prompts, which target pictures, which size."
@@ -105,7 +105,7 @@ class Config:
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     resume: str | None = _opt(None, "checkpoint folder to go on from, or latest: the newest one in output_dir; options not given are those of that run")
 
-# %% ../nbs/10_config.ipynb #c022
+# %% ../nbs/10_config.ipynb #c028
 def config_options(
     cls=Config, # a dataclass
     prefix="", # what stands before its fields' names
@@ -127,7 +127,7 @@ def option(
     for part in name.split("."): config = getattr(config, part)
     return config
 
-# %% ../nbs/10_config.ipynb #c028
+# %% ../nbs/10_config.ipynb #c035
 def nearest(
     name, # what was typed
     known, # list of the names that there are
@@ -141,7 +141,7 @@ def nearest(
         hit = [tails[t] for t in difflib.get_close_matches(name.rsplit(".", 1)[-1], tails, 1, 0.7)]
     return hit[0] if hit else None
 
-# %% ../nbs/10_config.ipynb #c031
+# %% ../nbs/10_config.ipynb #c038
 SHORT = {"training.mode": "--mode", "training.output_dir": "--output_dir", "training.max_steps": "--num_steps", "training.log_interval": "--log_interval",
          "training.save_interval": "--save_interval", "training.seed": "--seed"}
 
@@ -164,7 +164,7 @@ def make_parser(
         groups.get(section, parser).add_argument(*flags, type=type_, default=default, help=help.replace("%", "%%"))
     return parser
 
-# %% ../nbs/10_config.ipynb #c036
+# %% ../nbs/10_config.ipynb #c043
 def _type_name(t):
     "A type in plain words."
     text = str(getattr(t, "__name__", t)) if t in (int, float, str, bool) else str(t)
@@ -210,13 +210,7 @@ def _meant(name, known, dashes=""):
     hit = nearest(name, known)
     return f"Did you mean {dashes}{hit}?" if hit else "--help lists them all."
 
-# %% ../nbs/10_config.ipynb #c039
-def _build(cls, values, path=""):
-    "Nested dicts to nested dataclasses."
-    if not isinstance(values, dict): raise UserError(f"{path}: options wanted below this name, got {values!r}. Write them indented, one a line.")
-    return cls(**{f.name: _build(f.type, values[f.name], f"{path}.{f.name}".lstrip(".")) if dataclasses.is_dataclass(f.type) else values[f.name]
-                  for f in dataclasses.fields(cls) if f.name in values})
-
+# %% ../nbs/10_config.ipynb #c046
 def _value(argv, flag):
     "The value of the last `--flag value` or `--flag=value`, and the words without it."
     value, rest, words = None, [], list(argv)
@@ -235,6 +229,7 @@ def _join_negative(words):
         else: out.append(w)
     return out
 
+# %% ../nbs/10_config.ipynb #c049
 def run_folder(
     checkpoint, # folder of a checkpoint: RUN/checkpoints/checkpoint_...
 ): # Path of RUN, or None if it is not inside one
@@ -256,6 +251,13 @@ def find_checkpoint(
     found = [c for run in runs for c in (run / "checkpoints").glob("checkpoint_*") if c.is_dir()]
     if not found: raise UserError(f"--resume latest: no checkpoint in {output_dir or 'outputs/run_*'}. Name the folder of one, or train without --resume.")
     return max(found, key=lambda c: c.stat().st_mtime)
+
+# %% ../nbs/10_config.ipynb #c052
+def _build(cls, values, path=""):
+    "Nested dicts to nested dataclasses."
+    if not isinstance(values, dict): raise UserError(f"{path}: options wanted below this name, got {values!r}. Write them indented, one a line.")
+    return cls(**{f.name: _build(f.type, values[f.name], f"{path}.{f.name}".lstrip(".")) if dataclasses.is_dataclass(f.type) else values[f.name]
+                  for f in dataclasses.fields(cls) if f.name in values})
 
 def parse_args(
     argv=None, # words of the command line; None: those of this process
@@ -282,7 +284,7 @@ def parse_args(
     if resume: config.resume = str(resume)
     return config
 
-# %% ../nbs/10_config.ipynb #c045
+# %% ../nbs/10_config.ipynb #c059
 METRICS = ("scene", "mse")
 
 def image_height_width(
@@ -326,7 +328,7 @@ def check_config(
         if name not in METRICS: raise UserError(f"reward.metrics.{name}: no such metric. There are {', '.join(METRICS)}; for your own reward see reward.function.")
     if r.use_advanced and r.function is None and not any(r.metrics.values()): raise UserError("reward.metrics: all weights are 0, so there is nothing to learn from. Give one a weight, like {scene: 1.0}.")
 
-# %% ../nbs/10_config.ipynb #c048
+# %% ../nbs/10_config.ipynb #c064
 def to_yaml(
     config, # Config
 ): # str
@@ -335,7 +337,7 @@ def to_yaml(
     values.pop("resume")
     return yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=120)
 
-# %% ../nbs/10_config.ipynb #c051
+# %% ../nbs/10_config.ipynb #c067
 def run_command(
     command, # function of a list of words; returns a status, or None for 0
     argv=None, # the words; None: those of this process
