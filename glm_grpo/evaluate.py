@@ -38,7 +38,7 @@ def evaluate(
     return dict(reward_mean=rewards.mean().item(), reward_std=rewards.std().item() if rewards.numel() > 1 else 0.0, standard_error=means.std().item() / math.sqrt(len(prompts)) if len(prompts) > 1 else 0.0,
                 pictures=rewards.numel(), prompts=list(prompts), rewards=rewards.tolist(), seeds=list(seeds), images=images, seconds=time.perf_counter() - start)
 
-# %% ../nbs/11_evaluate.ipynb #c018
+# %% ../nbs/11_evaluate.ipynb #c019
 def save_figure(
     figure, # matplotlib Figure
     path, # of the PNG
@@ -77,7 +77,7 @@ def before_after_figure(
     fig.suptitle(f"mean reward {means} ({len(before['prompts'])} held-out prompts, {before['pictures']} pictures each time)" if after else f"mean reward {means}", fontsize=9, y=1.0)
     return fig
 
-# %% ../nbs/11_evaluate.ipynb #c021
+# %% ../nbs/11_evaluate.ipynb #c022
 def reward_curve_figure(
     lines, # metrics.jsonl as a list of dicts: step, reward_mean
     before=None, # result of `evaluate`, drawn as a level
@@ -96,7 +96,7 @@ def reward_curve_figure(
     ax.set(xlabel="step", ylabel="mean reward"); ax.legend(fontsize=7)
     return fig
 
-# %% ../nbs/11_evaluate.ipynb #c024
+# %% ../nbs/11_evaluate.ipynb #c025
 def open_data(
     config, # Config; the names of files that were found are written into it
 ): # (training dataset, held-out dataset)
@@ -113,7 +113,7 @@ def open_data(
     d.eval_target_images_dir = d.eval_target_images_dir or (d.target_images_dir if same else beside(d.eval_prompts_file))
     return dataset, dataset if same else T2IDataset(d.eval_prompts_file, d.eval_target_images_dir, size)
 
-# %% ../nbs/11_evaluate.ipynb #c027
+# %% ../nbs/11_evaluate.ipynb #c028
 def load_function(
     name, # file.py:function
 ): # callable
@@ -132,6 +132,7 @@ def load_function(
         raise UserError(f"reward.function {name}: no function {attribute} in {file}. There are: {', '.join(own) or 'none'}.")
     return function
 
+# %% ../nbs/11_evaluate.ipynb #c031
 def make_reward(
     config, # Config
     drawings="data/drawings", # folder of the drawings that the scene check knows
@@ -143,6 +144,7 @@ def make_reward(
     weights = {k: w for k, w in r.metrics.items() if w}
     return WeightedReward({k: SceneCheck(drawings) if k == "scene" else simple_reward_function for k in weights}, weights)
 
+# %% ../nbs/11_evaluate.ipynb #c033
 def check_reward(
     reward, # callable
     dataset, # T2IDataset
@@ -170,7 +172,7 @@ def _where(error):
     while tb.tb_next: tb = tb.tb_next
     return f"{error} (at {tb.tb_frame.f_code.co_filename}, line {tb.tb_lineno})"
 
-# %% ../nbs/11_evaluate.ipynb #c032
+# %% ../nbs/11_evaluate.ipynb #c037
 def load_model(
     config, # Config
 ): # GLMImageWrapper
@@ -190,7 +192,7 @@ def rollout_options(
     o, (height, width) = config.rollout, image_height_width(config)
     return dict(height=height, width=width, num_inference_steps=o.num_inference_steps, guidance_scale=o.guidance_scale, temperature=o.temperature, top_p=o.top_p, batch_size=o.batch_size)
 
-# %% ../nbs/11_evaluate.ipynb #c038
+# %% ../nbs/11_evaluate.ipynb #c044
 def eval_record(
     result, # of `evaluate`
 ): # dict for JSON: without pictures
@@ -204,6 +206,7 @@ def write_eval(
     "Write eval.json: {name: {reward_mean, ...}}."
     with atomic_write(path) as f: json.dump({k: eval_record(r) for k, r in results.items() if r}, f, indent=1, ensure_ascii=False)
 
+# %% ../nbs/11_evaluate.ipynb #c046
 def evaluate_config(
     model, # GLMImageWrapper
     config, # Config
@@ -220,6 +223,7 @@ def evaluate_config(
         def progress(done, total): bar.update(done - bar.n)
         return evaluate(model, [it["prompt"] for it in items], reward, seeds=seeds, targets=targets, metadata=[it["metadata"] for it in items], progress=progress, **rollout_options(config))
 
+# %% ../nbs/11_evaluate.ipynb #c049
 def main(
     argv=None, # words of the command line; None: those of this process
 ): # int, status
