@@ -183,11 +183,13 @@ def test_stop_and_go_on_is_the_straight_run_bit_for_bit(folder):
 def test_resume_refuses_another_model_and_says_what_differs(folder, capsys):
     assert main(*small(folder, '--num_steps', 1, '--output_dir', folder / 'run')) == 0
     capsys.readouterr()
-    before = {p: p.read_bytes() for p in files(folder / 'run')}
-    for words, says in ((['--model.name', 'other/GLM-Image'], 'model tiny-glm-image'), (['--num_steps', '1'], 'larger --num_steps'), (['--num_steps', '2', '--model.lora_rank', '3'], 'ank')):
+    kept = lambda: {p: p.read_bytes() for p in files(folder / 'run')}
+    before = kept()
+    for words, says in ((['--model.name', 'other/GLM-Image'], 'model tiny-glm-image'), (['--num_steps', '1'], 'larger --num_steps'), (['--num_steps', '2', '--model.lora_rank', '3'], 'lora_rank 16'), (['--num_steps', '2', '--model.lora', 'false'], 'lora True'),
+                        (['--num_steps', '2', '--training.batch_size', '2'], 'batch size 1')):
         assert main('--resume', folder / 'run', *words) == 2
         assert says in capsys.readouterr().err
-    assert {p: p.read_bytes() for p in files(folder / 'run') if p in before and 'events' not in p.name and p.name != 'config.yaml'} == {p: b for p, b in before.items() if 'events' not in p.name and p.name != 'config.yaml'}
+    assert kept() == before
 
 
 def test_ctrl_c_saves_and_resume_goes_on(folder, capsys):
