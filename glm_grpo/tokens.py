@@ -208,21 +208,22 @@ class _DrawLoop:
         out = self.lm(inputs_embeds=self.lm.embed_tokens(inputs.input_ids), attention_mask=inputs.attention_mask,
                       position_ids=inputs.position_ids, past_key_values=cache, use_cache=True)    # once a prompt, not once a row
         self.hidden = out.last_hidden_state[prompt_index, -1]
-        self.cache = [[self._room(x, prompt_index, T) for x in (layer.keys, layer.values)] for layer in cache.layers]
+        room = T + -(L + T) % 8                                             # attention kernels of a GPU want a mask of a multiple of 8
+        self.cache = [[self._room(x, prompt_index, room) for x in (layer.keys, layer.values)] for layer in cache.layers]
         self.cos, self.sin = (x[prompt_index].transpose(0, 1).unsqueeze(2).contiguous() for x in self.lm.rotary_emb(self.hidden, inputs.decode_position_ids))    # [T, N, 1, R]
         self.sin[..., :self.sin.shape[-1] // 2] *= -1
-        seen = F.pad(inputs.attention_mask[prompt_index].bool(), (0, T), value=not fixed_shapes)[:, None, None]
+        seen = F.pad(inputs.attention_mask[prompt_index].bool(), (0, room), value=not fixed_shapes)[:, None, None]
         self.bias = torch.zeros(seen.shape, dtype=self.hidden.dtype, device=seen.device).masked_fill_(~seen, -torch.inf)
         if not fixed_shapes and inputs.attention_mask.all(): self.bias = None
         self.fixed, self.start, self.step = fixed_shapes, L, 0
         if fixed_shapes: self.step = torch.zeros(1, dtype=torch.long, device=seen.device)    # a CUDA graph would freeze a Python number
 
     @staticmethod
-    def _room(x, prompt_index, T):
-        "[P, kv heads, L, D] -> [N, kv heads, L+T, D]; what was computed once for a prompt is copied to its rows"
-        room = x.new_zeros(len(prompt_index), x.shape[1], x.shape[2] + T, x.shape[3])
-        room[:, :, :x.shape[2]] = x[prompt_index]
-        return room
+    def _room(x, prompt_index, more):
+        "[P, kv heads, L, D] -> [N, kv heads, L+more, D]; what was computed once for a prompt is copied to its rows"
+        out = x.new_zeros(len(prompt_index), x.shape[1], x.shape[2] + more, x.shape[3])
+        out[:, :, :x.shape[2]] = x[prompt_index]
+        return out
 
     def take(self, x, dim):
         "x at this step"
