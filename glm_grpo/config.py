@@ -39,9 +39,9 @@ class ModelConfig:
 class TrainingConfig:
     "How long, how large a step, what is written when."
     mode: Literal["t2i", "i2i"] = _opt("t2i", "t2i: text to image; i2i (image to image) comes later")
-    max_steps: int = _opt(30, "training steps in all; a resumed run goes on up to this number")
+    max_steps: int = _opt(16, "training steps in all; a resumed run goes on up to this number")
     batch_size: int = _opt(8, "prompts in a step; each gets reward.grpo.num_samples pictures")
-    learning_rate: float = _opt(1e-3, "step size of AdamW (arXiv 1711.05101); about 1e-4 to 1e-3 for LoRA, 1e-6 to 1e-5 for all weights of a large model")
+    learning_rate: float = _opt(3e-4, "step size of AdamW (arXiv 1711.05101); about 1e-4 to 1e-3 for LoRA, 1e-6 to 1e-5 for all weights of a large model")
     weight_decay: float = _opt(0.0, "AdamW's weight decay")
     max_grad_norm: float = _opt(1.0, "longer gradients are shortened to this length")
     micro_batch_size: int | None = _opt(None, "pictures scored at a time: less memory, the same gradient; null: all at once")
@@ -50,7 +50,7 @@ class TrainingConfig:
     log_interval: int = _opt(1, "write the curves for TensorBoard (logs/) every so many steps; metrics.jsonl gets every step")
     save_interval: int = _opt(0, "write checkpoints/checkpoint_step_N every so many steps; 0: only the last one")
     sample_interval: int = _opt(10, "write a grid of pictures to samples/ every so many steps; 0: never")
-    eval_samples: int = _opt(4, "pictures for each held-out prompt, before and after training; 0: no evaluation")
+    eval_samples: int = _opt(2, "pictures for each held-out prompt, before and after training; 0: no evaluation")
     eval_prompts: int | None = _opt(None, "how many of the held-out prompts are used, from the first on; null: all")
     seed: int = _opt(0, "all random draws follow from it: the same seed gives the same run")
     output_dir: str | None = _opt(None, "folder of this run; null: a new one, outputs/run_001, outputs/run_002...")
@@ -89,7 +89,7 @@ class DataConfig:
 @dataclass
 class RolloutConfig:
     "How pictures are drawn while training."
-    num_inference_steps: int = _opt(8, "denoising steps: few are enough to see what the tokens say; the real model's default is 50")
+    num_inference_steps: int = _opt(4, "denoising steps: few are enough to see what the tokens say; the real model's default is 50")
     guidance_scale: float = _opt(1.5, "classifier-free guidance of the denoising; 1: none")
     temperature: float | None = _opt(None, "of the token policy; null: the model's own (0.9 in the real one)")
     top_p: float | None = _opt(None, "only the likeliest tokens that together have this probability are drawn; null: the model's own (0.75 in the real one)")
