@@ -34,9 +34,9 @@ def folder(tmp_path):
 
 
 def small(folder, *words):
-    "A run of the least size: one prompt, two pictures of 64 pixels."
+    "A run of the least size: one prompt, two pictures of 64 pixels; hot, or both would be the same and teach nothing."
     return ['--data.prompts_file', f'{folder}/prompts.txt', '--data.image_size', '64', '--training.batch_size', '1', '--reward.grpo.num_samples', '2', '--rollout.num_inference_steps', '1',
-            '--rollout.guidance_scale', '1', '--reward.function', f'{folder}/green.py:green', '--training.eval_samples', '0', '--training.sample_interval', '0', *words]
+            '--rollout.guidance_scale', '1', '--rollout.temperature', '3', '--rollout.top_p', '1', '--reward.function', f'{folder}/green.py:green', '--training.eval_samples', '0', '--training.sample_interval', '0', *words]
 
 
 def main(*words):
