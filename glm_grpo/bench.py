@@ -35,15 +35,16 @@ def clock(
     ways, # dict: name -> function without arguments
     repeats=3, # clocked calls of each; one more comes before them and does not count
     device="cpu",
+    timer=time.perf_counter, # time.process_time: seconds of the processor that this process used, for a CPU that others use, too
 ): # dict: name -> list of seconds
     "Call all ways in turns, so that a machine that gets slower slows all of them."
     out = {name: [] for name in ways}
     for i in range(repeats + 1):
         for name, f in ways.items():
-            wait_for(device); start = time.perf_counter()
+            wait_for(device); start = timer()
             f()
             wait_for(device)
-            if i: out[name].append(time.perf_counter() - start)
+            if i: out[name].append(timer() - start)
     return out
 
 # %% ../nbs/13_bench.ipynb #c010
@@ -106,6 +107,7 @@ def measure_drawing(
     group_size, # G: rows are B*G
     height, width, # pixels
     repeats=3,
+    timer=time.perf_counter, # see `clock`
 ): # dict: rows, tokens_ours, tokens_plain (a row), seconds_ours, seconds_plain (lists)
     "Our `draw_tokens` against `generate`: same model, prompts, rows; both with temperature and top-p of the model."
     rows, drawn, config = [p for p in prompts for _ in range(group_size)], {}, model.ar.generation_config
@@ -115,7 +117,7 @@ def measure_drawing(
         uniforms = token_uniforms([f"bench|{i}" for i in range(len(rows))], inputs.num_tokens)
         drawn["ours"] = draw_tokens(model.ar, inputs, index, uniforms, config.temperature, config.top_p)[0].shape[1]
     def plain(): drawn["plain"] = generate_tokens(model, rows, height, width).shape[1]
-    with own_random_numbers(model.device): seconds = clock(dict(ours=ours, plain=plain), repeats, model.device)
+    with own_random_numbers(model.device): seconds = clock(dict(ours=ours, plain=plain), repeats, model.device, timer)
     return dict(rows=len(rows), **{f"tokens_{k}": n for k, n in drawn.items()}, **{f"seconds_{k}": s for k, s in seconds.items()})
 
 # %% ../nbs/13_bench.ipynb #c022
@@ -192,17 +194,18 @@ def measure_step(
     prompts=("a cat in the middle on a red ground",),
     group_size=8,
     height=128, width=128, # pixels
-    num_inference_steps=8,
+    num_inference_steps=4,
     beta=0.04, # above 0, so that there is a reference
     batch_size=32, # ours: pictures drawn and decoded at a time
     micro_batch_size=8, # ours: pictures scored at a time
     repeats=1,
     threads=None, # of torch; None: as it is
+    cpu_time=False, # True: seconds of the processor, see `clock`
     device=None,
 ): # dict: pictures, seconds (list), peak_bytes, start_bytes (before the model was loaded; 0 on a GPU), metrics of the last step
     "Some training steps in this process, after a small one that is not clocked. For the peak of memory use `in_own_process`."
     if threads: torch.set_num_threads(threads)
-    device = pick_device(device)
+    device, timer = pick_device(device), time.process_time if cpu_time else time.perf_counter
     start = 0 if device.type == "cuda" else peak_memory()
     model = GLMImageWrapper(model_name, lora=True, device=device)
     size, last = dict(height=height, width=width, num_inference_steps=num_inference_steps), {}
@@ -215,9 +218,9 @@ def measure_step(
         def step(): last.update(whole.train_step(dict(prompts=list(prompts))))
         seconds = []
         for _ in range(repeats):
-            wait_for(device); begin = time.perf_counter()
+            wait_for(device); begin = timer()
             step()
-            wait_for(device); seconds.append(time.perf_counter() - begin)
+            wait_for(device); seconds.append(timer() - begin)
     return dict(pictures=len(prompts) * group_size, seconds=seconds, peak_bytes=peak_memory(device), start_bytes=start, metrics={k: float(v) for k, v in last.items()})
 
 def in_own_process(
@@ -235,9 +238,10 @@ def measure_groups(
     prompt, # str
     sizes=(1, 4, 16, 64), # of the group
     height=128, width=128, # pixels
-    num_inference_steps=8,
+    num_inference_steps=4,
     batch_size=64, # pictures at a time
     repeats=3,
+    timer=time.perf_counter, # see `clock`
 ): # list of dict: group_size, seconds_tokens, seconds_decode (per picture, medians)
     "Seconds for each picture of a group: drawing and scoring its tokens, and decoding them."
     out = []
@@ -245,7 +249,7 @@ def measure_groups(
         keep = {}
         def tokens(): keep["rollout"] = model.generate_with_tracking([prompt] * g, height=height, width=width, num_inference_steps=num_inference_steps, guidance_scale=1.5, batch_size=batch_size, decode=False)
         def decode(): model.decode(keep["rollout"], batch_size)
-        times = clock(dict(tokens=tokens, decode=decode), repeats, model.device)
+        times = clock(dict(tokens=tokens, decode=decode), repeats, model.device, timer)
         out.append(dict(group_size=g, **{f"seconds_{k}": statistics.median(v) / g for k, v in times.items()}))
     return out
 
@@ -417,33 +421,34 @@ def run_bench(
     group_size=8, # G
     groups=(1, 4, 16, 64), # sizes of the group
     image_size=128, # pixels
-    num_inference_steps=8,
+    num_inference_steps=4,
     batch_size=32, # pictures drawn and decoded at a time
     micro_batch_size=8, # pictures scored at a time
     repeats=3, # of drawing and groups
     step_repeats=2, # processes for each way of the step
+    cpu_time=False, # True: seconds of the processor instead of the clock's
     device=None,
     command="",
     say=print, # where progress goes
 ): # dict: circumstances, options, rows, groups, drawing, step, notes
     "All comparisons on one machine in one run."
     options = {k: v for k, v in locals().items() if k not in ("say", "command", "device")}
-    device = pick_device(device)
+    device, timer = pick_device(device), time.process_time if cpu_time else time.perf_counter
     prompts = read_lines(prompts_file)[:num_prompts]
     if len(prompts) < num_prompts: raise UserError(f"--prompts {num_prompts}: {prompts_file} has only {len(prompts)}. Take fewer, or a longer file.")
     model = GLMImageWrapper(model_name, device=device, lora=True)
     say(repr(model))
-    drawing = measure_drawing(model, prompts, group_size, image_size, image_size, repeats)
+    drawing = measure_drawing(model, prompts, group_size, image_size, image_size, repeats, timer)
     speed = {k: drawing["rows"] * drawing[f"tokens_{k}"] / statistics.median(drawing[f"seconds_{k}"]) for k in ("ours", "plain")}
     say(f"drawing, {drawing['rows']} rows: {speed['ours']:,.0f} tokens/s, generate {speed['plain']:,.0f}")
-    lines = measure_groups(model, prompts[0], groups, image_size, image_size, num_inference_steps, max(groups), repeats)
+    lines = measure_groups(model, prompts[0], groups, image_size, image_size, num_inference_steps, max(groups), repeats, timer)
     say("a picture costs " + ", ".join(f"{l['seconds_tokens'] + l['seconds_decode']:.3f} s in a group of {l['group_size']}" for l in lines))
     del model
     step = dict(ours=[], plain=[])
     for i in range(step_repeats):
         for way in step:
             step[way].append(in_own_process(way=way, model_name=str(model_name), prompts=prompts, group_size=group_size, height=image_size, width=image_size, num_inference_steps=num_inference_steps,
-                                            batch_size=batch_size, micro_batch_size=micro_batch_size, threads=torch.get_num_threads(), device=str(device)))
+                                            batch_size=batch_size, micro_batch_size=micro_batch_size, threads=torch.get_num_threads(), cpu_time=cpu_time, device=str(device)))
             say(f"a step, {way}: {step[way][-1]['seconds'][0]:.1f} s, peak {step[way][-1]['peak_bytes'] / 1e6:,.0f} MB")
     seconds = {way: statistics.median(s for r in runs for s in r["seconds"]) for way, runs in step.items()}
     peak = {way: max(r["peak_bytes"] for r in runs) / 1e6 for way, runs in step.items()}
@@ -457,6 +462,7 @@ def run_bench(
              "Drawing, plain: transformers' generate, called as GlmImagePipeline calls it, for all rows at once.",
              "Step, plain: each sample through generate alone, each picture by a GlmImagePipeline call with its defaults, log-probs one by one into one loss, the reference a second copy of the AR. Both: the same LoRA, KL to the reference, AdamW, a reward that costs nothing.",
              f"Step, ours: {batch_size} pictures drawn and decoded at a time, {micro_batch_size} scored at a time, the reference is the adapter switched off."]
+    if cpu_time: notes.append("Others used the machine at the same time: the seconds are those of the processor that these processes used, not the clock's.")
     return dict(circumstances=circumstances(device, command), options=options, rows=rows, groups=lines, drawing=drawing, step=step, notes=notes)
 
 # %% ../nbs/13_bench.ipynb #c060
@@ -473,12 +479,13 @@ def main(
     p.add_argument("--group", type=int, default=8, help="pictures of each (default: %(default)s)")
     p.add_argument("--groups", type=int, nargs="+", default=[1, 4, 16, 64], help="group sizes whose cost a picture is measured (default: 1 4 16 64)")
     p.add_argument("--image_size", type=int, help="pixels (default: 128; with --full-size 512)")
-    p.add_argument("--num_inference_steps", type=int, default=8, help="denoising steps (default: %(default)s)")
+    p.add_argument("--num_inference_steps", type=int, default=4, help="denoising steps (default: %(default)s)")
     p.add_argument("--batch", type=int, default=32, help="pictures drawn at a time (default: %(default)s)")
     p.add_argument("--micro_batch", type=int, default=8, help="pictures scored at a time (default: %(default)s)")
     p.add_argument("--repeats", type=int, default=3, help="clocked runs of each way (default: %(default)s)")
     p.add_argument("--step_repeats", type=int, default=2, help="processes for each way of the step (default: %(default)s)")
     p.add_argument("--threads", type=int, help="threads of torch (default: its own choice)")
+    p.add_argument("--cpu_time", action="store_true", help="count seconds of the processor, not of the clock: for a CPU that is busy with other things, too")
     p.add_argument("--device", help="cuda, mps or cpu (default: the best there is)")
     p.add_argument("--output_dir", default="data/bench", help="(default: %(default)s)")
     p.add_argument("--worker", help=argparse.SUPPRESS)
@@ -488,10 +495,11 @@ def main(
         value = getattr(a, name)
         if value is not None and value < 1 + (name == "group"): raise UserError(f"--{name} {value}: must be at least {1 + (name == 'group')}.")
     if min(a.groups) < 1: raise UserError(f"--groups {min(a.groups)}: must be at least 1.")
+    if a.cpu_time and pick_device(a.device).type != "cpu": raise UserError("--cpu_time: a GPU's work is not counted by the processor. Leave it out, or add --device cpu.")
     if a.threads: torch.set_num_threads(a.threads)
     command = shlex.join(["python", "-m", "glm_grpo.bench", *words])
     if a.full_size: result = full_size_bench(a.batch, a.image_size or 512, a.repeats, command)
-    else: result = run_bench(a.model, a.prompts_file, a.prompts, a.group, tuple(a.groups), a.image_size or 128, a.num_inference_steps, a.batch, a.micro_batch, a.repeats, a.step_repeats, a.device, command)
+    else: result = run_bench(a.model, a.prompts_file, a.prompts, a.group, tuple(a.groups), a.image_size or 128, a.num_inference_steps, a.batch, a.micro_batch, a.repeats, a.step_repeats, a.cpu_time, a.device, command)
     path = save_table(result, a.output_dir, "full-size" if a.full_size else "bench")
     print("\n" + to_markdown(result) + f"\nwritten: {path}, {path.with_suffix('.md')}")
     return 0
