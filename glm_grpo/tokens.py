@@ -193,14 +193,26 @@ def _rotate(x, cos, sin):
     a = x[..., :cos.shape[-1]]
     halves = a.unflatten(-1, (2, -1)).flip(-2).flatten(-2)
     a.mul_(cos).addcmul_(halves, sin)
-    return x
 
 def _norm(module, x):
     "The module's RMS norm; in float32 by PyTorch's own function, which is twice as fast on a CPU."
     return F.rms_norm(x, module.weight.shape, module.weight, module.variance_epsilon) if x.dtype == torch.float32 else module(x)
 
+def _with_adapter(linear):
+    "(weight, bias) of a linear layer, its active LoRA added to a copy of the weight."
+    base = getattr(linear, "base_layer", linear)
+    active = linear.active_adapters if base is not linear and not linear.disable_adapters and not linear.merged else []
+    return base.weight + sum(linear.get_delta_weight(name) for name in active) if active else base.weight, base.bias
+
+def _together(linears, merge):
+    "A function of x that gives the outputs of several linear layers beside each other: with `merge` as one product, adapters and all."
+    if not merge: return linears[0] if len(linears) == 1 else lambda x: torch.cat([layer(x) for layer in linears], -1)
+    weights, biases = zip(*map(_with_adapter, linears))
+    weight, bias = torch.cat(weights), None if biases[0] is None else torch.cat(biases)
+    return lambda x: F.linear(x, weight, bias)
+
 class _DrawLoop:
-    "One token at a time for N rows through the model's own modules, with a cache of fixed size."
+    "One token at a time for N rows through the model's own layers, with a cache of fixed size."
     def __init__(self, model, inputs, prompt_index, fixed_shapes):
         self.model, self.lm, self.K = _policy_parts(model)
         N, L, T = len(prompt_index), inputs.input_ids.shape[1], inputs.num_tokens
@@ -216,6 +228,10 @@ class _DrawLoop:
         self.bias = torch.zeros(seen.shape, dtype=self.hidden.dtype, device=seen.device).masked_fill_(~seen, -torch.inf)
         if not fixed_shapes and inputs.attention_mask.all(): self.bias = None
         self.fixed, self.start, self.step = fixed_shapes, L, 0
+        merge = not fixed_shapes                                            # a CPU's time goes into many small products; on a GPU a copy of 9 billion weights costs more than it saves
+        self.products = [[_together(x, merge) for x in ((a.q_proj, a.k_proj, a.v_proj), (a.o_proj,), (m.gate_up_proj,), (m.down_proj,))]
+                         for a, m in ((layer.self_attn, layer.mlp) for layer in self.lm.layers)]
+        self.head = _together((self.model.lm_head,), merge)
         if fixed_shapes: self.step = torch.zeros(1, dtype=torch.long, device=seen.device)    # a CUDA graph would freeze a Python number
 
     @staticmethod
@@ -236,7 +252,7 @@ class _DrawLoop:
 
     def logits(self):
         "[N, K] float32 of the next token; what is no code (EOS, unused ids) is cut off"
-        return self.model.lm_head(self.hidden)[:, :self.K].float()
+        return self.head(self.hidden)[:, :self.K].float()
 
     def advance(self, ids):
         "Put the drawn ids [N] through all layers. Python looks at no tensor's value."
@@ -245,18 +261,18 @@ class _DrawLoop:
         else: filled = self.start + self.step + 1
         if not self.fixed and bias is not None: bias = bias[..., :filled]
         x = self.lm.embed_tokens(ids)
-        for layer, (keys, values) in zip(self.lm.layers, self.cache):
-            attn, mlp, (N, G, _, D) = layer.self_attn, layer.mlp, keys.shape
-            h = _norm(layer.input_layernorm, x)
-            qk = torch.cat((attn.q_proj(h), attn.k_proj(h)), 1).view(N, -1, D)
-            q, k = _rotate(qk, cos, sin).split((qk.shape[1] - G, G), 1)
-            self.put(keys, 2, k, self.start); self.put(values, 2, attn.v_proj(h).view(N, G, D), self.start)
+        for layer, (qkv_proj, o_proj, gate_up_proj, down_proj), (keys, values) in zip(self.lm.layers, self.products, self.cache):
+            N, G, _, D = keys.shape
+            qkv = qkv_proj(_norm(layer.input_layernorm, x)).view(N, -1, D)
+            q, k, v = qkv.split((qkv.shape[1] - 2 * G, G, G), 1)
+            _rotate(qkv[:, :-G], cos, sin)
+            self.put(keys, 2, k, self.start); self.put(values, 2, v, self.start)
             if not self.fixed: keys, values = keys[:, :, :filled], values[:, :, :filled]
             # the query heads that share a key head stand where queries of other times stand elsewhere: nothing is repeated
-            h = F.scaled_dot_product_attention(q.reshape(N, G, -1, D), keys, values, attn_mask=bias, scale=attn.scaling)
-            x = x + _norm(layer.post_self_attn_layernorm, attn.o_proj(h.reshape(N, -1)))
-            gate, up = mlp.gate_up_proj(_norm(layer.post_attention_layernorm, x)).chunk(2, -1)
-            x = x + _norm(layer.post_mlp_layernorm, mlp.down_proj(up * mlp.activation_fn(gate)))
+            h = F.scaled_dot_product_attention(q.reshape(N, G, -1, D), keys, values, attn_mask=bias, scale=layer.self_attn.scaling)
+            x = x + _norm(layer.post_self_attn_layernorm, o_proj(h.reshape(N, -1)))
+            gate, up = gate_up_proj(_norm(layer.post_attention_layernorm, x)).chunk(2, -1)
+            x = x + _norm(layer.post_mlp_layernorm, down_proj(up * layer.mlp.activation_fn(gate)))
         self.hidden = _norm(self.lm.norm, x)
         self.step += 1
 
@@ -294,15 +310,33 @@ def draw_tokens(
     return token_ids, kept
 
 # %% ../nbs/05_tokens.ipynb #c087
+class _CodeLogprobs(torch.autograd.Function):
+    "Log-probabilities of `ids` from the head's raw outputs, with their gradient in one piece: (one at the drawn code - probability) / temperature."
+    @staticmethod
+    def forward(ctx, out, ids, kept, K, temperature, entropy):
+        logits = out[..., :K].float() / temperature
+        if kept is not None: logits.masked_fill_(~unpack_kept(kept, K), -torch.inf)
+        total = logits.logsumexp(-1, keepdim=True)
+        ctx.save_for_backward(logits, total, ids)
+        ctx.temperature, ctx.like = temperature, (out.shape[-1] - K, out.dtype)
+        picked = (logits.gather(-1, ids[..., None]) - total)[..., 0]
+        if not entropy: return picked, None
+        logp = (logits - total).clamp_(min=-1e30)                           # 0 * -inf would be NaN
+        entropy = -(logp.exp() * logp).sum(-1)
+        ctx.mark_non_differentiable(entropy)
+        return picked, entropy
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad, _):
+        logits, total, ids = ctx.saved_tensors
+        grad = grad[..., None] / ctx.temperature
+        out = (logits - total).exp_().mul_(-grad).scatter_add_(-1, ids[..., None], grad)
+        return F.pad(out, (0, ctx.like[0])).to(ctx.like[1]), None, None, None, None, None
+
 def _position_logprobs(head, hidden, ids, kept, K, temperature, entropy):
-    "[1, N, C] log-probabilities of ids [N, C] from hidden states [N, C, H]; with entropy, [2, N, C]."
-    logits = head(hidden)[..., :K].float() / temperature
-    if kept is not None: logits = logits.masked_fill(~unpack_kept(kept, K), -torch.inf)
-    total = logits.logsumexp(-1)
-    picked = logits.gather(-1, ids[..., None])[..., 0] - total
-    if not entropy: return picked[None]
-    logp = (logits - total[..., None]).clamp(min=-1e30)                     # 0 * -inf would be NaN
-    return torch.stack((picked, -(logp.exp() * logp).sum(-1)))
+    "(log-probabilities of ids [N, C], entropies [N, C] or None) from hidden states [N, C, H]."
+    return _CodeLogprobs.apply(head(hidden), ids, kept, K, temperature, entropy)
 
 def score_tokens(
     model, # GlmImageForConditionalGeneration, also with LoRA
@@ -312,7 +346,7 @@ def score_tokens(
     temperature=0.9, # the one they were drawn with
     kept=None, # [N, T, ceil(K/8)] uint8 from `draw_tokens`; None: all codes count
     chunk=128, # positions a chunk: only so many rows of logits exist at a time
-    return_entropy=False, # also the entropy of each decision, in nats
+    return_entropy=False, # also the entropy of each decision, in nats, without gradient
 ): # logprobs [N, T] float32 in nats (and entropy [N, T]), with gradient where enabled
     "Log-probability of each drawn code in one forward pass. A code outside `kept` has -inf."
     model, lm, K = _policy_parts(model)
@@ -327,10 +361,10 @@ def score_tokens(
         args = model.lm_head, hidden[:, part], token_ids[:, part], None if kept is None else kept[:, part], K, temperature, return_entropy
         # checkpoint: logits are made again in the backward pass instead of being kept; no random numbers, so their state is left alone
         out.append(checkpoint(_position_logprobs, *args, use_reentrant=False, preserve_rng_state=False) if torch.is_grad_enabled() else _position_logprobs(*args))
-    out = torch.cat(out, 2)
-    return (out[0], out[1]) if return_entropy else out[0]
+    logprobs, entropy = zip(*out)
+    return (torch.cat(logprobs, 1), torch.cat(entropy, 1)) if return_entropy else torch.cat(logprobs, 1)
 
-# %% ../nbs/05_tokens.ipynb #c128
+# %% ../nbs/05_tokens.ipynb #c131
 def large_grid_tokens(
     token_ids, # [N, T] int64, as drawn
     grids, # (h, w) in order of generation

@@ -75,7 +75,7 @@ class MinimalGRPOTrainer:
         reward_function, # called with the [N, 3, H, W] pictures and, by name, what else it asks for; see `call_reward`
         group_size=4, # G: samples of each prompt, at least 2
         clip_range=0.2, # how far from 1 a ratio is rewarded
-        learning_rate=5e-6, # AdamW's; a dict {policy name: value} for several policies
+        learning_rate=5e-6, # AdamW's at the first step; a dict {policy name: value} for several policies
         height=1024, # of the pictures, in pixels, a multiple of 32
         width=1024,
         num_inference_steps=50, # denoising steps
@@ -91,6 +91,7 @@ class MinimalGRPOTrainer:
         temperature=None, # of drawing and scoring; None: the model's own
         top_p=None, # the same
         weight_decay=0.0, # AdamW's
+        lr_scheduler="constant", # or "linear": down to 0 at the last step of `train`
         seed=0, # all draws follow from it, the step, the prompt and the sample's number
         mode="t2i", # written into checkpoints
         max_bad_steps=3, # so many steps in a row without finite numbers end the training
@@ -102,10 +103,11 @@ class MinimalGRPOTrainer:
         if group_size < 2: raise UserError(f"group_size {group_size}: a sample is compared with its siblings. Take at least 2.")
         for name, n in dict(micro_batch_size=micro_batch_size, updates_per_rollout=updates_per_rollout, mini_batches=mini_batches).items():
             if n is not None and n < 1: raise UserError(f"{name} {n}: take at least 1.")
+        if lr_scheduler not in ("constant", "linear"): raise UserError(f"lr_scheduler {lr_scheduler}: take constant or linear.")
         self.model, self.train_dataloader, self.reward_function, self.callbacks = model, train_dataloader, reward_function, list(callbacks)
         self.group_size, self.micro_batch_size, self.updates_per_rollout, self.mini_batches = group_size, micro_batch_size, updates_per_rollout, mini_batches
         self.max_grad_norm, self.beta, self.scale, self.seed, self.mode, self.max_bad_steps = max_grad_norm, beta, scale, seed, mode, max_bad_steps
-        self.learning_rates = {name: learning_rate[name] if isinstance(learning_rate, dict) else learning_rate for name in model.policies}
+        self.lr_scheduler, self.learning_rates = lr_scheduler, {name: learning_rate[name] if isinstance(learning_rate, dict) else learning_rate for name in model.policies}
         self.loss_options = dict(clip_range=clip_range, loss_type=loss_type, beta=beta, **(loss_options or {}))
         self.rollout_options = dict(height=height, width=width, num_inference_steps=num_inference_steps, guidance_scale=guidance_scale,
                                     temperature=temperature, top_p=top_p, **dict(dict(score_batch_size=micro_batch_size), **(rollout_options or {})))
@@ -113,7 +115,7 @@ class MinimalGRPOTrainer:
         self.optimizer = torch.optim.AdamW([dict(params=p, lr=self.learning_rates[name], name=name) for name, p in self.parameters.items()], weight_decay=weight_decay)
         self.device = self.optimizer.param_groups[0]["params"][0].device
         self.options = dict(group_size=group_size, micro_batch_size=micro_batch_size, updates_per_rollout=updates_per_rollout, mini_batches=mini_batches, max_grad_norm=max_grad_norm,
-                            scale=scale, weight_decay=weight_decay, seed=seed, learning_rate=self.learning_rates, loss=self.loss_options, rollout=self.rollout_options)
+                            scale=scale, weight_decay=weight_decay, lr_scheduler=lr_scheduler, seed=seed, learning_rate=self.learning_rates, loss=self.loss_options, rollout=self.rollout_options)
         self.step, self.last_step, self.bad_steps, self.stop, self.last_rollout = 0, 0, 0, False, None
 
     def generate_samples(self,
@@ -141,12 +143,14 @@ class MinimalGRPOTrainer:
     def update(self, rollout):
         "One optimizer step on a rollout (or a mini-batch of it) -> metrics. Micro-batches' gradients add up to the whole's."
         self.optimizer.zero_grad(set_to_none=True)
-        n, out, rollout = len(rollout["prompts"]), {}, dict(rollout, advantages=rollout["advantages"].to(self.device))
+        n, out, advantages = len(rollout["prompts"]), {}, rollout["advantages"]
+        size = self.micro_batch_size or n
+        rows = [slice(start, start + size) for start in range(0, n, size)]
+        if not self.beta: rows = [r for r in rows if advantages[r].any()] or rows[:1]       # where all advantages are 0 there is nothing to learn: not scored again
+        rollout = dict(rollout, advantages=advantages.to(self.device))
         for name, policy in self.model.policies.items():
             parts, sizes = [], []
-            size = self.micro_batch_size or n
-            for start in range(0, n, size):
-                part = slice_rollout(rollout, slice(start, start + size))
+            for part in (slice_rollout(rollout, r) for r in rows):
                 ref = None
                 if self.beta:
                     with torch.no_grad(), self.model.reference(): ref = policy.score(part)
@@ -166,6 +170,8 @@ class MinimalGRPOTrainer:
     def learn(self, rollout):
         "All optimizer steps on one rollout -> the step's metrics (the mean over the optimizer steps). Raises UserError after `max_bad_steps` steps without finite numbers."
         start, lines, n, rewards = time.perf_counter(), [], len(rollout["prompts"]), rollout["rewards"]
+        share = 1 - self.step / self.last_step if self.lr_scheduler == "linear" and self.last_step else 1.0     # of step and length only, so a resumed run goes on with the same
+        for group in self.optimizer.param_groups: group["lr"] = self.learning_rates[group["name"]] * share
         for i in range(self.updates_per_rollout):
             key = int.from_bytes(hashlib.sha256(f"{self.seed}|{self.step}|{i}|mini-batches".encode()).digest()[:7], "big")
             order = torch.randperm(n, generator=torch.Generator().manual_seed(key)) if self.mini_batches > 1 else torch.arange(n)
@@ -174,7 +180,7 @@ class MinimalGRPOTrainer:
         mean, seconds = {k: sum(m[k] for m in lines) / len(lines) for k in lines[0]}, dict(rollout["seconds"], update=time.perf_counter() - start)
         for k in ("advantages_mean", "advantages_std"): mean.pop(k)
         return dict(step=self.step, loss=mean.pop("loss"), reward_mean=rewards.mean().item(), reward_std=rewards.std().item(), advantage_mean=rollout["advantages"].mean().item(), **mean,
-                    equal_groups=equal_groups(rewards, self.group_size).float().mean().item(), seconds=sum(seconds.values()), **{f"seconds_{k}": v for k, v in seconds.items()})
+                    equal_groups=equal_groups(rewards, self.group_size).float().mean().item(), learning_rate=self.optimizer.param_groups[0]["lr"], seconds=sum(seconds.values()), **{f"seconds_{k}": v for k, v in seconds.items()})
 
     def train_step(self,
         batch, # dict: prompts, target_images, optional source_images, metadata
@@ -234,7 +240,7 @@ class MinimalGRPOTrainer:
         for g, own in zip(self.optimizer.param_groups, settings): g.update(own)
         self.step, self.bad_steps = note["step"], note["bad_steps"]
 
-# %% ../nbs/09_trainer.ipynb #c086
+# %% ../nbs/09_trainer.ipynb #c090
 class ProgressBar(Callback):
     "A line that shows step, reward, ratio and KL."
     def __init__(self,
@@ -248,7 +254,7 @@ class ProgressBar(Callback):
         self.bar.update(1)
     def on_train_end(self, trainer): self.bar.close()
 
-# %% ../nbs/09_trainer.ipynb #c089
+# %% ../nbs/09_trainer.ipynb #c093
 class JsonlLogger(Callback):
     "Appends each step's metrics to a file, at once. At the start the lines after the trainer's step are taken out. What is not finite is written as null."
     def __init__(self,
@@ -267,7 +273,7 @@ class JsonlLogger(Callback):
         self.file.flush()
     def on_train_end(self, trainer): self.file.close()
 
-# %% ../nbs/09_trainer.ipynb #c092
+# %% ../nbs/09_trainer.ipynb #c096
 def sample_grid(
     rollout, # dict with prompts (list of N), image_tensors [N, 3, H, W] in [0, 1], rewards [N]
     group_size, # G
@@ -291,7 +297,7 @@ def sample_grid(
             draw.text((4 + j*(w + 4), y + line + h), f"{row[k]:.3f}", fill="gray", font=font)
     return sheet
 
-# %% ../nbs/09_trainer.ipynb #c095
+# %% ../nbs/09_trainer.ipynb #c099
 class SampleGrid(Callback):
     "Writes `sample_grid` of every so many steps to folder/step_000010.png."
     def __init__(self,
@@ -303,7 +309,7 @@ class SampleGrid(Callback):
         if self.every and (trainer.step % self.every == 0 or trainer.step == 1):
             with atomic_write(self.folder/f"step_{trainer.step:06d}.png", "wb") as f: sample_grid(rollout, trainer.group_size, self.groups).save(f, format="PNG")
 
-# %% ../nbs/09_trainer.ipynb #c098
+# %% ../nbs/09_trainer.ipynb #c102
 class CheckpointCallback(Callback):
     "Saves folder/checkpoint_step_N every so many steps, and folder/checkpoint_final when the last step is done."
     def __init__(self,
@@ -314,7 +320,7 @@ class CheckpointCallback(Callback):
         if self.every and trainer.step % self.every == 0: trainer.save_checkpoint(self.folder/f"checkpoint_step_{trainer.step}")
         if trainer.step == trainer.last_step: trainer.save_checkpoint(self.folder/"checkpoint_final")
 
-# %% ../nbs/09_trainer.ipynb #c101
+# %% ../nbs/09_trainer.ipynb #c105
 class TrackerLogger(Callback):
     "Metrics as train/loss, train/reward_mean... and pictures, through accelerate's trackers, to output_dir/logs."
     def __init__(self,
