@@ -39,12 +39,13 @@ class ModelConfig:
 class TrainingConfig:
     "How long, how large a step, what is written when."
     mode: Literal["t2i", "i2i"] = _opt("t2i", "t2i: text to image; i2i (image to image) comes later")
-    max_steps: int = _opt(16, "training steps in all; a resumed run goes on up to this number")
+    max_steps: int = _opt(28, "training steps in all; a resumed run goes on up to this number")
     batch_size: int = _opt(8, "prompts in a step; each gets reward.grpo.num_samples pictures")
-    learning_rate: float = _opt(3e-4, "step size of AdamW (arXiv 1711.05101); about 1e-4 to 1e-3 for LoRA, 1e-6 to 1e-5 for all weights of a large model")
+    learning_rate: float = _opt(1.2e-3, "step size of AdamW (arXiv 1711.05101) at the first step; about 1e-3 for LoRA on the tiny model, 1e-5 to 1e-4 for LoRA on a large one, 1e-6 to 1e-5 for all of its weights")
+    lr_scheduler: Literal["constant", "linear"] = _opt("linear", "linear: the step size goes down to 0 at max_steps, so that the noise of the last steps does no harm; constant: it stays")
     weight_decay: float = _opt(0.0, "AdamW's weight decay")
     max_grad_norm: float = _opt(1.0, "longer gradients are shortened to this length")
-    micro_batch_size: int | None = _opt(None, "pictures scored at a time: less memory, the same gradient; null: all at once")
+    micro_batch_size: int | None = _opt(8, "pictures scored at a time: less memory, the same gradient; a size that divides reward.grpo.num_samples leaves out groups of equal reward; null: all at once")
     updates_per_rollout: int = _opt(1, "passes over the same pictures; the clipping matters from the second optimizer step on")
     mini_batches: int = _opt(1, "optimizer steps in a pass, each on its share of the pictures")
     log_interval: int = _opt(1, "write the curves for TensorBoard (logs/) every so many steps; metrics.jsonl gets every step")
@@ -89,11 +90,11 @@ class DataConfig:
 @dataclass
 class RolloutConfig:
     "How pictures are drawn while training."
-    num_inference_steps: int = _opt(4, "denoising steps: few are enough to see what the tokens say; the real model's default is 50")
-    guidance_scale: float = _opt(1.5, "classifier-free guidance of the denoising; 1: none")
+    num_inference_steps: int = _opt(3, "denoising steps: few are enough to see what the tokens say; the real model's default is 50")
+    guidance_scale: float = _opt(2.0, "classifier-free guidance of the denoising; 1: none; the real model's default is 1.5")
     temperature: float | None = _opt(None, "of the token policy; null: the model's own (0.9 in the real one)")
     top_p: float | None = _opt(None, "only the likeliest tokens that together have this probability are drawn; null: the model's own (0.75 in the real one)")
-    batch_size: int = _opt(32, "pictures drawn and decoded at a time: less takes less memory and gives the same pictures")
+    batch_size: int = _opt(64, "pictures drawn and decoded at a time: less takes less memory and gives the same pictures")
 
 @dataclass
 class Config:

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from tqdm import tqdm
 from .data import UserError, atomic_dir, pil_to_tensor
 from .denoise import glyph_embeddings, make_conditions, predict_velocity
-from .scenes import SIDE, Drawings, all_scenes, all_words, render, split_of, word_is_held_out
+from .scenes import GROUNDS, SIDE, Drawings, all_scenes, all_words, render, split_of, word_is_held_out
 from .tokens import prepare_prompts, upsample_tokens
 
 # %% ../nbs/08_tiny.ipynb #c005
@@ -164,13 +164,14 @@ def fit_codebook(
 # %% ../nbs/08_tiny.ipynb #c023
 class Batches:
     "Draws pictures in fixed shares of the three kinds, with a word for every sign. Its generator is its own."
-    shares = dict(single=0.35, counted=0.30, pair=0.35)
+    shares = dict(single=0.30, counted=0.40, pair=0.30)
 
     def __init__(self,
         pictures, # list of Picture
         seed, # of the order
+        sloppy=0.0, # share of captions whose ground is drawn anew, right or wrong
     ):
-        self.pictures, self.rng = pictures, np.random.default_rng(seed)
+        self.pictures, self.rng, self.sloppy = pictures, np.random.default_rng(seed), sloppy
         self.kinds = [[i for i, p in enumerate(pictures) if p.scene.kind == k] for k in self.shares]
         self.words = [w for w in all_words() if not word_is_held_out(w)]
 
@@ -180,9 +181,15 @@ class Batches:
         index = [self.kinds[k][self.rng.integers(len(self.kinds[k]))] for k in kinds]
         return index, [self.words[self.rng.integers(len(self.words))] if self.pictures[i].sign else None for i in index]
 
-    def caption(self, index, word): return dataclasses.replace(self.pictures[index].scene, word=word).prompt()
+    def caption(self, index, word):
+        "What the token writer reads. A sloppy caption, too, is one of pre-training: never that of a held-out scene."
+        scene = self.pictures[index].scene
+        if self.sloppy and self.rng.random() < self.sloppy:
+            others = [s for s in (dataclasses.replace(scene, ground=g) for g in GROUNDS) if split_of(s) == split_of(scene)]
+            scene = others[self.rng.integers(len(others))]
+        return dataclasses.replace(scene, word=word).prompt()
 
-# %% ../nbs/08_tiny.ipynb #c026
+# %% ../nbs/08_tiny.ipynb #c028
 def learning_rate(
     step, # 0, 1, 2, ...
     steps, # in all
@@ -217,7 +224,7 @@ def fit(
         with torch.no_grad(): [p.copy_(m) for p, m in zip(parameters, mean)]
     return log
 
-# %% ../nbs/08_tiny.ipynb #c029
+# %% ../nbs/08_tiny.ipynb #c031
 def spoil_history(
     answers, # [N, T] int64
     generator, # torch.Generator
@@ -229,7 +236,7 @@ def spoil_history(
     other = answers.gather(0, torch.randint(n, answers.shape, generator=generator))
     return torch.where(torch.rand(answers.shape, generator=generator) < share, other, answers)
 
-# %% ../nbs/08_tiny.ipynb #c032
+# %% ../nbs/08_tiny.ipynb #c034
 _AMP = dict(device_type="cpu", dtype=torch.bfloat16)    # half the time on a CPU that knows bfloat16, and no worse here
 
 def ar_loss(
@@ -260,9 +267,10 @@ def train_ar(
     lr=2e-3,
     seed=1,
     spoil=0.7, # `rows` of `spoil_history`
+    sloppy=0.0, # share of `Batches`
 ): # log of `fit`
     "Pre-train the token writer on captions and codes."
-    ar, batches, g = parts["vision_language_encoder"], Batches(pictures, seed), torch.Generator().manual_seed(seed)
+    ar, batches, g = parts["vision_language_encoder"], Batches(pictures, seed, sloppy), torch.Generator().manual_seed(seed)
     def next_loss():
         index, words = batches.draw(batch)
         inputs = prepare_prompts(parts["processor"], ar, [batches.caption(i, w) for i, w in zip(index, words)], SIDE, SIDE)
@@ -271,7 +279,7 @@ def train_ar(
     for p in trained: p.requires_grad_(True)
     return fit(trained, next_loss, steps, lr, weight_decay=0.05, name="token writer")
 
-# %% ../nbs/08_tiny.ipynb #c037
+# %% ../nbs/08_tiny.ipynb #c039
 def train_vae(
     parts, # dict of `make_parts`; the VAE is trained
     pictures, # list of Picture
@@ -303,7 +311,7 @@ def train_vae(
         vae.register_to_config(latents_mean=z.mean((0, 2, 3)).tolist(), latents_std=z.std((0, 2, 3)).tolist())
     return log
 
-# %% ../nbs/08_tiny.ipynb #c041
+# %% ../nbs/08_tiny.ipynb #c043
 def shift_sigma(
     u, # times in [0, 1]
     mu, # the schedule's shift
@@ -352,7 +360,7 @@ def glyph_rows(
     longest = max(len(r) for r in rows.values())
     return torch.stack([F.pad(rows[t], (0, 0, longest - len(rows[t]), 0)) for t in texts])
 
-# %% ../nbs/08_tiny.ipynb #c043
+# %% ../nbs/08_tiny.ipynb #c045
 def train_dit(
     parts, # dict of `make_parts`; the DiT and the glyph encoder are trained
     pictures, # list of Picture
@@ -384,13 +392,14 @@ def train_dit(
     for p in trained: p.requires_grad_(True)
     return fit(trained, next_loss, steps, lr, weight_decay=0.01, average=0.998, name="picture decoder")
 
-# %% ../nbs/08_tiny.ipynb #c052
+# %% ../nbs/08_tiny.ipynb #c054
 def make_tiny(
     out: str = "data/tiny-glm-image",
     drawings: str = "data/drawings",
     seed: int = 0,
     ar_steps: int = 900,
     spoilt_steps: int = 750,
+    sloppy_steps: int = 1650,
     vae_steps: int = 2000,
     dit_steps: int = 3300,
     decoder_steps: int = 1300,
@@ -403,12 +412,13 @@ def make_tiny(
         seed: of everything
         ar_steps: steps of 32 captions for the token writer, the history whole
         spoilt_steps: steps of 32 captions after that, the history spoilt
+        sloppy_steps: steps of 32 captions after that, the history spoilt and three of four grounds drawn anew
         vae_steps: steps of 4 pictures for the autoencoder
         dit_steps: steps of 48 pictures for the picture decoder
         decoder_steps: steps of 4 pictures for the autoencoder's decoder alone, after that
     """
     from diffusers import GlmImagePipeline
-    if min(ar_steps, spoilt_steps, vae_steps, dit_steps, decoder_steps) < 1: raise UserError("steps must be at least 1")
+    if min(ar_steps, spoilt_steps, sloppy_steps, vae_steps, dit_steps, decoder_steps) < 1: raise UserError("steps must be at least 1")
     start, sheet = time.time(), Drawings(drawings)
     pictures, rng = all_pictures(sheet), np.random.default_rng(seed)
     sampler = Batches(pictures, seed)
@@ -421,6 +431,7 @@ def make_tiny(
     codes = torch.cat([preview, large], 1)
     history = {"token writer": train_ar(parts, pictures, codes, ar_steps, seed=seed + 1, spoil=0.0),
                "token writer, history spoilt": train_ar(parts, pictures, codes, spoilt_steps, lr=1.5e-3, seed=seed + 5),
+               "token writer, sloppy captions": train_ar(parts, pictures, codes, sloppy_steps, lr=1.5e-3, seed=seed + 6, sloppy=0.77),
                "autoencoder": train_vae(parts, pictures, sheet, vae_steps, seed=seed + 2),
                "picture decoder": train_dit(parts, pictures, sheet, large, dit_steps, seed=seed + 3)}
     history["autoencoder, decoder only"] = train_vae(parts, pictures, sheet, decoder_steps, seed=seed + 4, decoder_only=True)
@@ -429,7 +440,7 @@ def make_tiny(
         (folder / "training.json").write_text(json.dumps(history))
     print(f"{out}: made in {(time.time() - start) / 60:.0f} minutes")
 
-# %% ../nbs/08_tiny.ipynb #c055
+# %% ../nbs/08_tiny.ipynb #c057
 def main(args=None):
     "python -m glm_grpo.tiny"
     from jsonargparse import auto_cli

@@ -228,7 +228,8 @@ class _DrawLoop:
         self.bias = torch.zeros(seen.shape, dtype=self.hidden.dtype, device=seen.device).masked_fill_(~seen, -torch.inf)
         if not fixed_shapes and inputs.attention_mask.all(): self.bias = None
         self.fixed, self.start, self.step = fixed_shapes, L, 0
-        merge = not fixed_shapes                                            # a CPU's time goes into many small products; on a GPU a copy of 9 billion weights costs more than it saves
+        # a CPU's time goes into many small products; on a GPU a copy of 9 billion weights costs more than it saves, and in half precision a small adapter would be rounded away
+        merge = not fixed_shapes and self.hidden.dtype == torch.float32
         self.products = [[_together(x, merge) for x in ((a.q_proj, a.k_proj, a.v_proj), (a.o_proj,), (m.gate_up_proj,), (m.down_proj,))]
                          for a, m in ((layer.self_attn, layer.mlp) for layer in self.lm.layers)]
         self.head = _together((self.model.lm_head,), merge)

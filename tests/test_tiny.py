@@ -8,7 +8,7 @@ from glm_grpo.tiny import all_pictures, main
 def test_one_step_of_everything_gives_a_model_that_loads_and_draws(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("glm_grpo.tiny.all_pictures", lambda drawings: all_pictures(drawings)[::200])
     out = tmp_path / "tiny"
-    assert main([f"--out={out}", "--ar_steps=1", "--spoilt_steps=1", "--vae_steps=1", "--dit_steps=1", "--decoder_steps=1"]) == 0
+    assert main([f"--out={out}", "--ar_steps=1", "--spoilt_steps=1", "--sloppy_steps=1", "--vae_steps=1", "--dit_steps=1", "--decoder_steps=1"]) == 0
     assert "made in" in capsys.readouterr().out
     assert set(json.loads((out / "training.json").read_text())) == {"token writer", "token writer, history spoilt", "autoencoder", "picture decoder", "autoencoder, decoder only"}
     assert sum(f.stat().st_size for f in out.rglob("*") if f.is_file()) < 20e6
