@@ -48,7 +48,7 @@ def main(*words):
 def steps(run): return [json.loads(line)['step'] for line in (run / 'metrics.jsonl').read_text().splitlines()]
 
 
-def files(top): return sorted(p for p in top.rglob('*') if p.is_file())
+def files(top): return sorted(p for p in top.rglob('*') if p.is_file() and p.parent.name != '__pycache__')    # Python's own, beside a user's reward.py
 
 
 def wrong_inputs(folder):
