@@ -319,7 +319,7 @@ class _CodeLogprobs(torch.autograd.Function):
         if kept is not None: logits.masked_fill_(~unpack_kept(kept, K), -torch.inf)
         total = logits.logsumexp(-1, keepdim=True)
         ctx.save_for_backward(logits, total, ids)
-        ctx.temperature, ctx.like = temperature, (out.shape[-1] - K, out.dtype)
+        ctx.temperature, ctx.spare, ctx.dtype = temperature, out.shape[-1] - K, out.dtype
         picked = (logits.gather(-1, ids[..., None]) - total)[..., 0]
         if not entropy: return picked, None
         logp = (logits - total).clamp_(min=-1e30)                           # 0 * -inf would be NaN
@@ -333,7 +333,7 @@ class _CodeLogprobs(torch.autograd.Function):
         logits, total, ids = ctx.saved_tensors
         grad = grad[..., None] / ctx.temperature
         out = (logits - total).exp_().mul_(-grad).scatter_add_(-1, ids[..., None], grad)
-        return F.pad(out, (0, ctx.like[0])).to(ctx.like[1]), None, None, None, None, None
+        return F.pad(out, (0, ctx.spare)).to(ctx.dtype), None, None, None, None, None
 
 def _position_logprobs(head, hidden, ids, kept, K, temperature, entropy):
     "(log-probabilities of ids [N, C], entropies [N, C] or None) from hidden states [N, C, H]."
