@@ -34,14 +34,12 @@ def step_coefficients(
     now, then = sigmas[index], sigmas[index + 1]
     dt = then - now                                                     # negative
     if sde_type == "cps":
-        std = then * math.sin(noise_level * math.pi / 2)
-        kept = then * math.cos(noise_level * math.pi / 2)               # the old noise that stays: std^2 + kept^2 = then^2
-        if std > 0: return std, 1 - then + kept, kept * (1 - now) - (1 - then) * now
-    elif noise_level > 0:
+        std, kept = then * math.sin(noise_level * math.pi / 2), then * math.cos(noise_level * math.pi / 2)
+    else:
         g = noise_level if sde_type == "dance" else noise_level * math.sqrt(now / (1 - (sigmas[1] if now == 1 else now)))
-        back = g**2 * dt / (2 * now)
-        return g * math.sqrt(-dt), 1 + back, dt + back * (1 - now)
-    return 0.0, 1.0, dt
+        std, kept = g * math.sqrt(-dt), then + g**2 * dt / (2 * now)
+    if std == 0: return 0.0, 1.0, dt                                    # the Euler step, bit for bit
+    return std, 1 - then + kept, kept * (1 - now) - (1 - then) * now
 
 # %% ../nbs/06_sde.ipynb #c004
 def _check(name, x, like):
@@ -84,13 +82,14 @@ def sde_step(
 
 # %% ../nbs/06_sde.ipynb #c005
 def decision_steps(
-    sigmas, # [K+1], falling, within 1 to 0
+    sigmas, # [K+1], falling, within 1 to 0: list or tensor
     noise_level=0.7, # a
     sde_type="sde", # "sde", "dance" or "cps"
+    last=False, # True: also the step that ends at sigma 0, where that has noise (sde, dance): it stays in the picture as grain
 ): # list of step numbers
-    "The steps that draw a lot: those with std > 0."
+    "The steps that can be decisions: std above 0, and a later step takes the noise away. All others are Euler steps (noise_level 0)."
     sigmas = _numbers(sigmas)
-    return [i for i in range(len(sigmas) - 1) if step_coefficients(sigmas, i, noise_level, sde_type)[0] > 0]
+    return [i for i in range(len(sigmas) - 1) if step_coefficients(sigmas, i, noise_level, sde_type)[0] > 0 and (last or sigmas[i + 1] > 0)]
 
 # %% ../nbs/06_sde.ipynb #c006
 def choose_window(
