@@ -45,6 +45,7 @@ class PromptInputs:
     position_ids: torch.Tensor        # [3, P, L] int64
     decode_position_ids: torch.Tensor # [3, P, T] int64, positions of the tokens that are drawn
     grids: list                       # (h, w) in order of generation: preview, large (image-to-image: large only)
+    sources: list | None = None       # image-to-image: for each prompt a list of (codes [h*w] int64, (h, w)), one a source picture
 
     @property
     def num_tokens(self): return sum(h * w for h, w in self.grids)
@@ -52,10 +53,11 @@ class PromptInputs:
     def __repr__(self): return f"PromptInputs({len(self)} prompts of up to {self.input_ids.shape[1]} tokens, grids {self.grids}: {self.num_tokens} to draw)"
     def to(self, device):
         "The same on another device."
-        return PromptInputs(*(x.to(device) for x in (self.input_ids, self.attention_mask, self.position_ids, self.decode_position_ids)), self.grids)
+        sources = self.sources and [[(codes.to(device), grid) for codes, grid in one] for one in self.sources]
+        return PromptInputs(*(x.to(device) for x in (self.input_ids, self.attention_mask, self.position_ids, self.decode_position_ids)), self.grids, sources)
     def rows(self, index):
         "One row for each entry of `index` [N], still padded to the same L."
-        return PromptInputs(self.input_ids[index], self.attention_mask[index], self.position_ids[:, index], self.decode_position_ids[:, index], self.grids)
+        return PromptInputs(self.input_ids[index], self.attention_mask[index], self.position_ids[:, index], self.decode_position_ids[:, index], self.grids, self.sources and [self.sources[i] for i in index])
 
 # %% ../nbs/05_tokens.ipynb #c020
 def _check_size(height, width):
@@ -95,18 +97,21 @@ def prepare_prompts(
     n = len(sources[0])
     target = [tuple(g) for g in reversed(grids[0][n:])]      # the processor names the large grid first, the model draws the preview first
     if min(min(g) for g in target) < 1: raise UserError(f"{height}x{width} is too narrow, its preview grid would have no tokens: take sides whose ratio is below 256")
-    position_ids, decode = torch.ones(3, *ids.shape, dtype=torch.long), []
+    position_ids, decode, places = torch.ones(3, *ids.shape, dtype=torch.long), [], []
     for i, m in enumerate(mask.bool()):
         starts, segments, at = (ids[i][m] == config.image_start_token_id).nonzero().flatten().tolist(), [], 0
         for start, (h, w) in zip(starts, grids[i][:n]):
             segments += [start + 1 - at, (h, w)]             # text up to the start mark, then the source's grid
             at = start + 1 + h * w
         length = int(m.sum())
+        places.append([ids.shape[1] - length + start + 1 for start in starts[:n]])
         positions = layout_positions([*segments, length - at, *target])
         position_ids[:, i, m] = positions[:, :length]
         decode.append(positions[:, length:])
     inputs = PromptInputs(ids, mask, position_ids, torch.stack(decode, 1), target).to(model.device)
-    if n: inputs.input_ids = _source_codes(model, out, inputs.position_ids)
+    if n:
+        inputs.input_ids = _source_codes(model, out, inputs.position_ids)
+        inputs.sources = [[(inputs.input_ids[i, at:at + h * w], (h, w)) for at, (h, w) in zip(places[i], grids[i])] for i in range(len(prompts))]
     return inputs
 
 @torch.no_grad()
