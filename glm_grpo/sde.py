@@ -6,7 +6,7 @@
 __all__ = ['SDE_TYPES', 'step_coefficients', 'sde_step', 'decision_steps', 'ratio_norm', 'choose_window', 'gaussian_kl',
            'velocity_mse']
 
-# %% ../nbs/06_sde.ipynb #c015
+# %% ../nbs/06_sde.ipynb #c016
 import hashlib, math
 import torch
 
@@ -24,7 +24,7 @@ def step_coefficients(
     noise_level=0.7, # a, at least 0; 0: the Euler step; cps: at most 1
     sde_type="sde", # "sde" (Flow-GRPO), "dance" (DanceGRPO) or "cps" (coefficients-preserving)
 ): # (std, c_sample, c_velocity), Python floats: x' = c_sample * x + c_velocity * v + std * noise
-    "The three numbers of a step, in float64. Flow-GRPO (2505.05470, eq. 9), DanceGRPO (2505.07818), CPS (2509.05952). ValueError: unknown type, index or noise level out of range."
+    "The three numbers of a step, in float64. Flow-GRPO (2505.05470), DanceGRPO (2505.07818), CPS (2509.05952). ValueError: unknown type, index or noise level out of range."
     sigmas = _numbers(sigmas)
     if sde_type not in SDE_TYPES: raise ValueError(f"sde_type '{sde_type}': want one of {', '.join(SDE_TYPES)}")
     if not 0 <= noise_level < math.inf: raise ValueError(f"noise_level {noise_level}: want 0 or more")
@@ -40,7 +40,7 @@ def step_coefficients(
     if std == 0: return 0.0, 1.0, dt                                    # the Euler step, bit for bit
     return std, 1 - then + kept, kept * (1 - now) - (1 - then) * now
 
-# %% ../nbs/06_sde.ipynb #c024
+# %% ../nbs/06_sde.ipynb #c025
 def _check(name, x, like):
     if x.shape != like.shape: raise ValueError(f"{name} of shape {tuple(x.shape)}, but the velocity's is {tuple(like.shape)}")
 
@@ -79,7 +79,7 @@ def sde_step(
     log_prob = _mean(-(prev_sample - mean)**2 / (2 * std**2)) - math.log(std) - math.log(2 * math.pi) / 2
     return prev_sample, log_prob, mean, std
 
-# %% ../nbs/06_sde.ipynb #c056
+# %% ../nbs/06_sde.ipynb #c060
 def decision_steps(
     sigmas, # [K+1], falling, within 1 to 0: list or tensor
     noise_level=0.7, # a
@@ -90,7 +90,7 @@ def decision_steps(
     sigmas = _numbers(sigmas)
     return [i for i in range(len(sigmas) - 1) if step_coefficients(sigmas, i, noise_level, sde_type)[0] > 0 and (last or sigmas[i + 1] > 0)]
 
-# %% ../nbs/06_sde.ipynb #c081
+# %% ../nbs/06_sde.ipynb #c085
 def ratio_norm(
     noise, # [N, ...] float: that of the draw, (prev_sample - old_mean) / std
     mean, # [N, ...] float, of the policy: gradient
@@ -100,7 +100,7 @@ def ratio_norm(
     _check("noise", noise, mean); _check("old_mean", old_mean, mean)
     return _mean(noise.float() * (mean.float() - old_mean.float()))
 
-# %% ../nbs/06_sde.ipynb #c089
+# %% ../nbs/06_sde.ipynb #c093
 def choose_window(
     decisions, # list of step numbers, as `decision_steps` gives
     window=None, # how many of them draw and are trained; None: all
@@ -110,7 +110,7 @@ def choose_window(
     step=0, # for "sliding": the training step
     every=1, # for "sliding": training steps until the window moves on by one
 ): # list of step numbers, a run of `decisions`
-    "The steps that are stochastic and trained; all others are Euler steps. MixGRPO (2507.21802, 4.2), Flow-GRPO-Fast. ValueError: unknown kind, window < 1, no key."
+    "The steps that are stochastic and trained; all others are Euler steps. MixGRPO (2507.21802), Flow-GRPO-Fast. ValueError: unknown kind, window < 1, no key."
     if kind not in ("first", "random", "sliding"): raise ValueError(f"kind '{kind}': want first, random or sliding")
     if window is not None and window < 1: raise ValueError(f"window {window}: want at least 1, or None for all steps")
     if every < 1: raise ValueError(f"every {every}: want at least 1")
@@ -120,7 +120,7 @@ def choose_window(
     start = {"first": 0, "sliding": step // every, "random": int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big")}[kind] % places
     return list(decisions[start:start + window])
 
-# %% ../nbs/06_sde.ipynb #c094
+# %% ../nbs/06_sde.ipynb #c098
 def gaussian_kl(
     mean, # [N, ...] float, of the policy
     ref_mean, # [N, ...] float, of the reference
