@@ -42,7 +42,7 @@ def step_coefficients(
 
 # %% ../nbs/06_sde.ipynb #c025
 def _check(name, x, like):
-    if x.shape != like.shape: raise ValueError(f"{name} of shape {tuple(x.shape)}, but the velocity's is {tuple(like.shape)}")
+    if x.shape != like.shape: raise ValueError(f"{name} of shape {tuple(x.shape)}: want {tuple(like.shape)}")
 
 def _mean(x): return x.flatten(1).mean(1)                               # over all dimensions but the first
 
