@@ -4,15 +4,16 @@
 
 # %% auto #0
 __all__ = ['check_model_folder', 'pick_device', 'pick_dtype', 'load_pipeline', 'LoraOptions', 'add_lora', 'slice_rollout',
-           'ARPolicy', 'GLMImageWrapper']
+           'Policy', 'ARPolicy', 'DiTPolicy', 'GLMImageWrapper']
 
 # %% ../nbs/08_glm.ipynb #c003
-import collections, contextlib, dataclasses, json, math, re, warnings
+import collections, contextlib, dataclasses, hashlib, json, math, re, warnings
 from dataclasses import dataclass
 from pathlib import Path
 import torch
 from .data import UserError, atomic_dir, tensor_to_pil
-from .denoise import decode_tokens, group_latents
+from .denoise import PictureInputs, decode_latents, draw_latents, encode_sources, glyph_embeddings, group_latents, schedule, score_latents
+from .sde import choose_window, decision_steps, gaussian_kl, ratio_norm, step_coefficients, velocity_mse
 from .tokens import draw_tokens, large_grid_tokens, prepare_prompts, score_tokens, token_uniforms
 
 # %% ../nbs/08_glm.ipynb #c008
@@ -111,6 +112,7 @@ class LoraOptions:
     rank: int = 16 # r
     alpha: float = 32.0 # the adapter's term is scaled by alpha / rank
     target_modules: tuple = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_up_proj", "down_proj") # names of linear layers of the language model
+    dit_target_modules: tuple = ("to_q", "to_k", "to_v", "to_out.0", "ff.net.0.proj", "ff.net.2") # the same for the DiT
 
 def _lora_options(lora):
     "True, a dict or LoraOptions -> LoraOptions, checked."
@@ -124,26 +126,32 @@ def _lora_options(lora):
     return lora
 
 # %% ../nbs/08_glm.ipynb #c029
+_HALVES = dict(ar=("language_model.layers", "target_modules"), dit=("transformer_blocks", "dit_target_modules"))      # where the layers are, and what names them
+
 def add_lora(
-    ar, # GlmImageForConditionalGeneration; adapters are put into it
+    model, # GlmImageForConditionalGeneration, or the DiT; adapters are put into it
     options, # LoraOptions
     seed=0, # of the start of A; B starts at zero
+    half="ar", # "ar" or "dit"
 ): # peft's PeftModel around it
-    "Adapters on the language model's linear layers (LoRA, arXiv 2106.09685). UserError if a name fits no layer."
+    "Adapters on the linear layers of the language model or of the DiT (LoRA, arXiv 2106.09685). UserError if a name fits no layer."
     from peft import LoraConfig, get_peft_model
-    there = {n.rsplit(".", 1)[-1] for n, m in ar.model.language_model.named_modules() if isinstance(m, torch.nn.Linear)}
-    wrong = [n for n in options.target_modules if n not in there]
-    if wrong or not options.target_modules: raise UserError(f"lora.target_modules '{', '.join(wrong)}': no such layer in the language model. There are {', '.join(sorted(there))}.")
-    names = rf".*\.language_model\.layers\.\d+\..*\.({'|'.join(options.target_modules)})"
+    where, field = _HALVES[half]
+    names = getattr(options, field)
+    inside = re.compile(rf"(?:.*\.)?{where}\.\d+\.(.*)")
+    there = {m[1] for n, layer in model.named_modules() if isinstance(layer, torch.nn.Linear) and (m := inside.fullmatch(n))}
+    wrong = [n for n in names if not any(f".{t}".endswith(f".{n}") for t in there)]
+    if wrong or not names: raise UserError(f"lora.{field} '{', '.join(wrong)}': no such layer in the {'language model' if half == 'ar' else 'DiT'}. There are {', '.join(sorted(there))}.")
+    pattern = rf"(?:.*\.)?{where}\.\d+\.(?:.*\.)?({'|'.join(map(re.escape, names))})"
     with _quiet(), torch.random.fork_rng():              # peft draws from the global generator: put back what it took
-        model = get_peft_model(ar, LoraConfig(r=options.rank, lora_alpha=options.alpha, target_modules=names, lora_dropout=0.0))
+        model = get_peft_model(model, LoraConfig(r=options.rank, lora_alpha=options.alpha, target_modules=pattern, lora_dropout=0.0))
     g = torch.Generator().manual_seed(seed)
     for name, p in sorted(model.named_parameters()):
         if "lora_A" in name: p.data.copy_(torch.empty(p.shape).uniform_(-1, 1, generator=g) / math.sqrt(p.shape[1]))
     return model.eval()
 
 # %% ../nbs/08_glm.ipynb #c035
-_SHARED = ("prompt_inputs", "grids")
+_SHARED = ("prompt_inputs", "grids", "sigmas")
 
 def slice_rollout(
     rollout, # dict of `GLMImageWrapper.generate_with_tracking`, and what others added to it
@@ -158,61 +166,116 @@ def slice_rollout(
     return {k: v if k in _SHARED else cut(v) for k, v in rollout.items()}
 
 # %% ../nbs/08_glm.ipynb #c038
-class ARPolicy:
-    "The token policy: what the trainer sees of it."
+class Policy:
+    "What a trainer asks of a policy: how to score a rollout's decisions again, and which rows are its samples."
+    name = None
+    def score(self, rollout): raise NotImplementedError         # -> log-probs [N, T] float32, with a gradient
+    def old(self, rollout): raise NotImplementedError           # -> [N, T], what they were when they were drawn
+    def parameters(self): raise NotImplementedError             # -> list
+    def samples(self, rollout, pictures):
+        "(slice of the rows that stand for a sample each, pictures of a sample, samples in a group), where a prompt has so many pictures."
+        return slice(None), 1, pictures
+    def pieces(self, part):
+        "Parts of a micro-batch whose decisions can be scored one after the other."
+        return [part]
+    def score_against(self, part, reference):
+        "(log-probs [N, T], what the loss needs for the KL to the policy that is there inside `reference`)"
+        with torch.no_grad(), reference(): ref = self.score(part)
+        return self.score(part), dict(ref_logprobs=ref)
+
+class ARPolicy(Policy):
+    "The token policy. Its samples are drawn tokens, its decisions the tokens of one sample."
     name = "ar"
     def __init__(self, model): self.model = model
     def score(self, rollout): return self.model.compute_token_logprobs(rollout)
     def old(self, rollout): return rollout["token_logprobs"]
-    def parameters(self): return self.model.get_trainable_parameters()
+    def parameters(self): return self.model.get_trainable_parameters(self.name)
+    def samples(self, rollout, pictures):
+        each = rollout["pictures_per_sample"]
+        return slice(None, None, each), each, pictures // each
 
+class DiTPolicy(Policy):
+    "The denoising policy. Its samples are pictures of the same tokens, its decisions the steps that add noise."
+    name = "dit"
+    def __init__(self, model, kl="gaussian"): self.model, self.kl = model, kl
+    def score(self, rollout): return self._log_probs(rollout, *self.model.score_denoising(rollout)[:2])
+    def old(self, rollout): return rollout["latents_logprobs"]
+    def parameters(self): return self.model.get_trainable_parameters(self.name)
+    def samples(self, rollout, pictures):
+        each = rollout["pictures_per_sample"]
+        return slice(None), 1, each
+    def pieces(self, part):
+        "One decision each: steps are scored one by one anyway, and so their activations are not kept together."
+        cut = lambda k, v, j: v[:, j:j + 1] if k in ("latents_before", "latents_after", "latents_means", "latents_logprobs") else v[j:j + 1] if k == "decisions" else v
+        return [{k: cut(k, v, j) for k, v in part.items()} for j in range(len(part["decisions"]))]
+    def score_against(self, part, reference):
+        with torch.no_grad(), reference(): _, ref_means, ref_velocities = self.model.score_denoising(part)
+        log_probs, means, velocities = self.model.score_denoising(part)
+        each = lambda f, *x: torch.stack([f(*(v[:, j] for v in x), *more) for j, more in enumerate(self._stds(part) if f is gaussian_kl else [()] * means.shape[1])], 1)
+        kl = each(gaussian_kl, means, ref_means) if self.kl == "gaussian" else each(velocity_mse, velocities, ref_velocities)
+        return self._log_probs(part, log_probs, means), dict(kl=kl)
+    def _stds(self, part): return [(step_coefficients(part["sigmas"], i, part["noise_level"], part["sde_type"])[0],) for i in part["decisions"]]
+    def _log_probs(self, part, log_probs, means):
+        if not part["ratio_norm"]: return log_probs
+        noise = [(part["latents_after"][:, j] - part["latents_means"][:, j]) / std for j, (std,) in enumerate(self._stds(part))]
+        return part["latents_logprobs"] + torch.stack([ratio_norm(e, means[:, j], part["latents_means"][:, j]) for j, e in enumerate(noise)], 1)      # new minus old is the normalised log-ratio
+
+# %% ../nbs/08_glm.ipynb #c039
 class GLMImageWrapper:
-    "A GLM-Image whose token policy trains: draws, decodes what it drew, and scores it again."
+    "A GLM-Image whose token policy, denoising policy or both train: draws, decodes what it drew, and scores it again."
     def __init__(self,
         model_name="data/tiny-glm-image", # folder or hub id
-        component="ar", # which policy trains; "dit" and "both" come later
+        component="ar", # which policy trains: "ar" (tokens), "dit" (denoising steps) or "both"
         torch_dtype=None, # of the weights: a torch dtype or its name; None: bfloat16 on CUDA, else float32
         device=None, # None: CUDA if there is one, else MPS, else the CPU
-        lora=None, # None: all weights of the language model train; True, a dict or LoraOptions: adapters; a folder: the adapter saved there
+        lora=None, # None: all weights of the language model (of the DiT) train; True, a dict or LoraOptions: adapters; a folder: the adapters saved there
         seed=0, # of the adapters' start, and of drawing where no other is given
         gradient_checkpointing=False, # less memory in the backward pass, about a third slower
+        dit_kl="gaussian", # distance of the denoising policy to its reference: "gaussian" (exact) or "velocity" (mean squared difference)
     ):
-        "UserError: not a GLM-Image, unknown device or dtype, a component that is not there yet."
-        if component not in ("ar", "dit", "both"): raise UserError(f"component '{component}': take ar.")
-        if component != "ar": raise UserError(f"component '{component}': only the token policy trains in this version; the DiT comes later. Take model.component ar.")
+        "UserError: not a GLM-Image, unknown device, dtype or component."
+        if component not in ("ar", "dit", "both"): raise UserError(f"component '{component}': take ar, dit or both.")
+        if dit_kl not in ("gaussian", "velocity"): raise UserError(f"dit_kl '{dit_kl}': take gaussian or velocity.")
         self.name, self.component, self.seed = str(model_name), component, seed
         self.device = pick_device(device)
         self.dtype = pick_dtype(torch_dtype, self.device)
         self.pipe = load_pipeline(model_name, self.dtype, self.device)
-        self.ar, self.processor = self.pipe.vision_language_encoder, self.pipe.processor
-        self.lora, self.peft = None, None
+        self.ar, self.dit, self.processor = self.pipe.vision_language_encoder, self.pipe.transformer, self.pipe.processor
+        self.halves = {half: part for half, part in dict(ar=self.ar, dit=self.dit).items() if component in (half, "both")}
+        self.lora, self.adapters = None, {}
         adapter = lora if isinstance(lora, (str, Path)) else None
-        if adapter is not None: lora = _read_adapter(adapter)[0]
+        if adapter is not None: lora = _saved_options(adapter, self.halves)
         if lora is not None and lora is not False:
             self.lora = _lora_options(lora)
-            self.peft = add_lora(self.ar, self.lora, seed)
-            self.peft.peft_config["default"].base_model_name_or_path = self.name
-        else:
+            self.adapters = {half: add_lora(part, self.lora, seed, half) for half, part in self.halves.items()}
+            for half in self.adapters.values(): half.peft_config["default"].base_model_name_or_path = self.name
+        elif "ar" in self.halves:
             for part in (*self.ar.model.language_model.layers, self.ar.model.language_model.norm, self.ar.lm_head): part.requires_grad_(True)
+        if self.lora is None and "dit" in self.halves: self.dit.requires_grad_(True)
         self.gradient_checkpointing = gradient_checkpointing
         if gradient_checkpointing:
             with _quiet(): self.ar.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
+            self.dit.enable_gradient_checkpointing()
         if adapter is not None: self.load_adapter(adapter)
-        self.policies = {"ar": ARPolicy(self)}
+        self.policies = {half: dict(ar=ARPolicy, dit=lambda m: DiTPolicy(m, dit_kl))[half](self) for half in self.halves}
 
     def __repr__(self):
-        n, all_ = (sum(p.numel() for p in ps) for ps in (self.get_trainable_parameters(), self.ar.parameters()))
+        n, all_ = (sum(p.numel() for p in ps) for ps in (self.get_trainable_parameters(), (p for part in self.halves.values() for p in part.parameters())))
         return f"GLMImageWrapper({self.name}, {self.component}, {f'LoRA of rank {self.lora.rank}' if self.lora else 'full weights'}: {n:,} of {all_:,} parameters train, {str(self.dtype)[6:]} on {self.device})"
 
-    def get_trainable_parameters(self): # list of parameters
+    def get_trainable_parameters(self,
+        half=None, # "ar", "dit", or None: all
+    ): # list of parameters
         "What the optimizer is to change."
-        return [p for p in self.ar.parameters() if p.requires_grad]
+        return [p for name, part in self.halves.items() if half in (None, name) for p in part.parameters() if p.requires_grad]
 
     @contextlib.contextmanager
     def reference(self):
         "Inside, the model is the one before training: the adapters are switched off. UserError with full weights."
-        if self.peft is None: raise UserError("the reference policy is the model without its adapters: train with LoRA (model.lora true), or set reward.grpo.beta to 0.")
-        with self.peft.disable_adapter(): yield
+        if not self.adapters: raise UserError("the reference policy is the model without its adapters: train with LoRA (model.lora true), or set reward.grpo.beta to 0.")
+        with contextlib.ExitStack() as off:
+            for half in self.adapters.values(): off.enter_context(half.disable_adapter())
+            yield
 
     @contextlib.contextmanager
     def _checkpointing(self):
@@ -225,8 +288,8 @@ class GLMImageWrapper:
 
     @torch.no_grad()
     def generate_with_tracking(self,
-        prompts, # list of N prompts, one sample each: repeat a prompt for a group
-        images=None, # source pictures: not yet
+        prompts, # list of N prompts, one picture each: repeat a prompt for a group
+        images=None, # image to image: list of N lists of PIL pictures, as many in each
         *,
         height, # pixels, multiple of 32
         width, # pixels, multiple of 32
@@ -236,48 +299,83 @@ class GLMImageWrapper:
         step=0, # number of the training step; seed, step, prompt and the number of the sample name the noise
         temperature=None, # of the tokens; None: the model's own
         top_p=None, # None: the model's own
+        pictures_per_sample=None, # pictures of the same tokens, beside each other; None: 1 for "ar", all of a prompt for "dit", 2 for "both"
+        noise_level=0.7, # of the denoising policy's steps; 0: no decisions. Unused where the DiT does not train
+        sde_type="sde", # "sde", "dance" or "cps": see `sde_step`
+        window=None, # how many denoising steps decide; None: all that can
+        window_kind="random", # "first", "random" or "sliding": see `choose_window`
+        ratio_norm=False, # GRPO-Guard's normalised ratio instead of the plain one
+        shared_noise=True, # pictures of the same tokens start from the same noise, so that they differ by decisions alone (where the DiT decides)
         batch_size=None, # rows drawn or decoded at a time; None: all
         score_batch_size=None, # rows scored at a time; take the trainer's micro-batch to have ratios of exactly 1 also in bf16
         decode=True, # False: no pictures
-    ): # dict: prompts, token_ids [N, T] int64 (preview, then large grid), token_logprobs [N, T] float32, log_probs [N] (their mean), image_tensors [N, 3, H, W] float32 in [0, 1] on the CPU, images (PIL), initial_latents [N, C, h, w], and what scoring needs
-        "Draw tokens, make pictures of those tokens, score them. UserError: sizes that do not fit, source pictures."
-        if images is not None: raise UserError("source pictures: image to image comes later; this version trains text to image (training.mode t2i).")
+    ): # dict: prompts, token_ids [N, T] int64 (preview, then large grid; image to image: large only), token_logprobs [N, T] float32, log_probs [N] (their mean), latents_logprobs [N, D] float32 where the DiT trains, image_tensors [N, 3, H, W] float32 in [0, 1] on the CPU, images (PIL), initial_latents [N, C, h, w], and what scoring needs
+        "Draw tokens, make pictures of those tokens, score both. UserError: sizes that do not fit, source pictures that do not fit."
         prompts = [prompts] if isinstance(prompts, str) else list(prompts)
+        if images is not None and (len(images) != len(prompts) or not all(isinstance(row, (list, tuple)) and row for row in images)): raise UserError(f"{len(prompts)} prompts need {len(prompts)} lists of source pictures, none of them empty.")
         config = self.ar.generation_config
         temperature = temperature if temperature is not None else config.temperature or 1.0
         top_p = top_p if top_p is not None else config.top_p or 1.0
-        seed, n, unique = self.seed if seed is None else seed, len(prompts), list(dict.fromkeys(prompts))
-        seen, keys = collections.Counter(), []
-        for p in prompts:
-            keys.append(f"{seed}|{step}|{p}|{seen[p]}|tokens")
-            seen[p] += 1
-        inputs = prepare_prompts(self.processor, self.ar, unique, height, width).to(self.device)
-        index = torch.tensor([unique.index(p) for p in prompts])
-        uniforms = token_uniforms(keys, inputs.num_tokens)
-        drawn = []
-        for rows in torch.arange(n).split(batch_size or n):
-            used, where = index[rows].unique(return_inverse=True)
-            drawn.append(draw_tokens(self.ar, inputs.rows(used), where, uniforms[rows], temperature, top_p))
-        token_ids = torch.cat([t for t, _ in drawn])
-        kept = None if drawn[0][1] is None else torch.cat([k for _, k in drawn])
-        shape = (self.pipe.transformer.config.in_channels, height // self.pipe.vae_scale_factor, width // self.pipe.vae_scale_factor)
-        rollout = dict(prompts=prompts, prompt_inputs=inputs, prompt_index=index, token_ids=token_ids, kept=kept, grids=inputs.grids, temperature=temperature, top_p=top_p,
-                       initial_latents=group_latents([f"{seed}|{step}|{p}|latents" for p in unique], shape)[index],
-                       height=height, width=width, num_inference_steps=num_inference_steps, guidance_scale=guidance_scale, seed=seed, step=step)
-        rollout["token_logprobs"] = self.compute_token_logprobs(rollout, score_batch_size)
+        seed, n = self.seed if seed is None else seed, len(prompts)
+        names = [f"{p}|{_digest(row)}" for p, row in zip(prompts, images)] if images else prompts          # what a request is: its words and its sources
+        unique, index, sample, picture = _number(names, pictures_per_sample or dict(ar=1, dit=n, both=2)[self.component])
+        first = [names.index(name) for name in unique]
+        inputs = prepare_prompts(self.processor, self.ar, [prompts[i] for i in first], height, width, [images[i] for i in first] if images else None).to(self.device)
+        token_ids, kept, where = self._draw_tokens(inputs, [f"{seed}|{step}|{name}|{s}|tokens" for name, s in zip(names, sample)], index, temperature, top_p, batch_size)
+        c, f, same = self.pipe.transformer.config, self.pipe.vae_scale_factor, shared_noise and "dit" in self.halves and noise_level > 0
+        shape = (c.in_channels, height // f, width // f)
+        rollout = dict(prompts=prompts, prompt_inputs=inputs, prompt_index=index, token_ids=token_ids[where], kept=None if kept is None else kept[where], grids=inputs.grids, temperature=temperature, top_p=top_p,
+                       pictures_per_sample=max(picture) + 1, glyphs=glyph_embeddings(self.pipe, [*prompts, ""]), height=height, width=width, num_inference_steps=num_inference_steps,
+                       guidance_scale=guidance_scale, seed=seed, step=step, sources=None,
+                       initial_latents=group_latents([f"{seed}|{step}|{name}|latents" + f"|{m}" * (m > 0 and not same) for name, m in zip(names, picture)], shape))
+        if images:
+            told = [encode_sources(self.pipe, images[i], inputs.sources[j]) for j, i in enumerate(first)]
+            rollout["sources"] = [told[i] for i in index.tolist()]
+        alone = slice_rollout(rollout, [where.index(i) for i in range(len(token_ids))])
+        rollout["token_logprobs"] = self.compute_token_logprobs(alone, score_batch_size)[where]
         rollout["log_probs"] = rollout["token_logprobs"].mean(1)
+        if "dit" in self.halves:
+            sigmas = schedule(self.pipe.scheduler, num_inference_steps, height * width // 256)[1]
+            decisions = tuple(choose_window(decision_steps(sigmas, noise_level, sde_type), window, window_kind, key=f"{seed}|{step}|window", step=step)) if noise_level else ()
+            noise = group_latents([f"{seed}|{step}|{name}|{m}|steps" for name, m in zip(names, picture)], (len(decisions), *shape)) if decisions else None
+            rollout.update(decisions=decisions, sigmas=sigmas, noise_level=noise_level, sde_type=sde_type, ratio_norm=ratio_norm)
+            rollout.update(self._draw_latents(rollout, noise, score_batch_size or batch_size or n))
         if decode:
             rollout["image_tensors"] = self.decode(rollout, batch_size)
             rollout["images"] = tensor_to_pil(rollout["image_tensors"])
         return rollout
 
+    def _draw_tokens(self, inputs, keys, index, temperature, top_p, batch_size):
+        "Tokens [U, T] of each different key, their kept sets, and which of them each row has."
+        unique = list(dict.fromkeys(keys))
+        where, prompt = [unique.index(k) for k in keys], torch.tensor([index[keys.index(k)] for k in unique])
+        uniforms, drawn = token_uniforms(unique, inputs.num_tokens), []
+        for rows in torch.arange(len(unique)).split(batch_size or len(unique)):
+            used, at = prompt[rows].unique(return_inverse=True)
+            drawn.append(draw_tokens(self.ar, inputs.rows(used), at, uniforms[rows], temperature, top_p))
+        return torch.cat([t for t, _ in drawn]), None if drawn[0][1] is None else torch.cat([k for _, k in drawn]), where
+
+    def _picture_inputs(self, r):
+        return PictureInputs(large_grid_tokens(r["token_ids"], r["grids"]), r["grids"][-1], r["prompts"], r["num_inference_steps"], r["guidance_scale"], r["sources"], r["glyphs"])
+
+    def _draw_latents(self, rollout, noise, size):
+        "Denoise in the pieces in which the steps will be scored, so that a half-precision number is rounded there as here."
+        found = []
+        for i in range(0, len(rollout["prompts"]), size):
+            part = slice_rollout(rollout, slice(i, i + size))
+            found.append(draw_latents(self.pipe, self._picture_inputs(part), part["initial_latents"], None if noise is None else noise[i:i + size], decisions=part["decisions"], noise_level=part["noise_level"], sde_type=part["sde_type"]))
+        found = {k: torch.cat([f[k] for f in found]) for k in found[0]}
+        return dict(latents=found["latents"]) if noise is None else dict(latents=found["latents"], latents_before=found["before"], latents_after=found["after"], latents_means=found["means"], latents_logprobs=found["log_probs"])
+
+    @torch.no_grad()
     def decode(self,
         rollout, # dict of `generate_with_tracking`
         batch_size=None, # pictures at a time
     ): # [N, 3, H, W] float32 in [0, 1], on the CPU
-        "The pictures of a rollout's tokens: a function of token_ids, quoted words and initial_latents."
+        "The pictures of a rollout: of its last latents where the DiT drew them, else of its tokens, quoted words, sources and first noise."
         r = rollout
-        return decode_tokens(self.pipe, large_grid_tokens(r["token_ids"], r["grids"]), r["grids"][-1], r["prompts"], r["initial_latents"], r["num_inference_steps"], r["guidance_scale"], batch_size).cpu()
+        latents = r["latents"] if "latents" in r else draw_latents(self.pipe, self._picture_inputs(r), r["initial_latents"], batch_size=batch_size)["latents"]
+        return decode_latents(self.pipe, latents).cpu()
 
     def compute_token_logprobs(self,
         rollout, # dict of `generate_with_tracking`, or a slice of it
@@ -295,35 +393,83 @@ class GLMImageWrapper:
         "Mean over the tokens: one log-probability a sample."
         return self.compute_token_logprobs(rollout).mean(1)
 
+    def score_denoising(self,
+        rollout, # dict of `generate_with_tracking`, or a slice or piece of it
+    ): # (log_probs [N, D], means, velocities [N, D, C, h, w]), float32, with a gradient where gradients are enabled
+        "The denoising steps that decided, under the DiT as it is now. UserError: the rollout has no such steps."
+        r = rollout
+        if not r.get("decisions"): raise UserError("this rollout's denoising decided nothing: load the model with component dit or both, and take a noise_level above 0.")
+        return score_latents(self.pipe, self._picture_inputs(r), r["latents_before"], r["latents_after"], r["decisions"], r["noise_level"], r["sde_type"])
+
+    def compute_denoising_logprobs(self,
+        rollout, # dict of `generate_with_tracking`, or a slice of it
+    ): # [N, D] float32, with a gradient where gradients are enabled
+        "Log-probability (mean over the latents) of each denoising decision under the model as it is now. UserError as `score_denoising`."
+        return self.score_denoising(rollout)[0]
+
     def save_pretrained(self,
         folder, # replaced as a whole, or not at all
     ):
-        "LoRA: peft's own files, adapter_config.json and adapter_model.safetensors. Full weights: transformers' files of the AR model."
+        "LoRA: peft's own files, adapter_config.json and adapter_model.safetensors. Full weights: the files of transformers or diffusers. Where both policies train, in subfolders ar and dit."
         with atomic_dir(folder) as part, _quiet():
-            (self.peft or self.ar).save_pretrained(part, **(dict(save_embedding_layers=False) if self.peft else {}))
+            for half, model in self.halves.items():
+                where = part / half if len(self.halves) > 1 else part
+                if half in self.adapters: self.adapters[half].save_pretrained(where, save_embedding_layers=False)
+                else: model.save_pretrained(where)
 
     @torch.no_grad()
     def load_adapter(self,
         folder, # of `save_pretrained`
     ):
         "Take the weights saved there. UserError: not such a folder, or of an adapter of another size."
-        if self.peft is None:
-            if not Path(folder, "config.json").is_file(): raise UserError(f"{folder}: no saved weights, config.json is missing." + (" It holds an adapter: set model.lora to true." if Path(folder, "adapter_config.json").is_file() else " Give a folder written with model.lora false."))
-            with _quiet(): self.ar.load_state_dict(type(self.ar).from_pretrained(folder, dtype=self.dtype, local_files_only=True).state_dict())
-            return
+        ready = []                                  # all is read and checked before anything is changed
+        for half, where in _half_folders(folder, self.halves).items(): ready.append(self._read_adapter(half, where) if half in self.adapters else self._read_weights(half, where))
+        for load in ready: load()
+
+    def _read_weights(self, half, where):
+        if not Path(where, "config.json").is_file(): raise UserError(f"{where}: no saved weights, config.json is missing." + (" It holds an adapter: set model.lora to true." if Path(where, "adapter_config.json").is_file() else " Give a folder written with model.lora false."))
+        model = self.halves[half]
+        with _quiet(): state = type(model).from_pretrained(where, local_files_only=True, **{"dtype" if half == "ar" else "torch_dtype": self.dtype}).state_dict()
+        return lambda: model.load_state_dict(state)
+
+    def _read_adapter(self, half, where):
         from peft import get_peft_model_state_dict, set_peft_model_state_dict
-        options, saved = _read_adapter(folder)
-        own = {k: v.shape for k, v in get_peft_model_state_dict(self.peft, save_embedding_layers=False).items()}
-        if {k: v.shape for k, v in saved.items()} != own or options.alpha != self.lora.alpha:
-            raise UserError(f"{folder}: an adapter of rank {options.rank}, alpha {options.alpha:g} on {', '.join(options.target_modules)}; the model has rank {self.lora.rank}, alpha {self.lora.alpha:g} on {', '.join(self.lora.target_modules)}. Set model.lora_rank, lora_alpha and lora_target_modules to the adapter's, and model.name to its model.")
-        set_peft_model_state_dict(self.peft, saved)
+        model, (rank, alpha, names, saved) = self.adapters[half], _read_adapter(where)
+        own, own_names = {k: v.shape for k, v in get_peft_model_state_dict(model, save_embedding_layers=False).items()}, getattr(self.lora, _HALVES[half][1])
+        if {k: v.shape for k, v in saved.items()} != own or alpha != self.lora.alpha:
+            raise UserError(f"{where}: an adapter of rank {rank}, alpha {alpha:g} on {', '.join(names)}; the model's {half} has rank {self.lora.rank}, alpha {self.lora.alpha:g} on {', '.join(own_names)}. Set model.lora_rank, lora_alpha and lora_target_modules to the adapter's, and model.name and model.component to its model.")
+        return lambda: set_peft_model_state_dict(model, saved)
+
+def _digest(pictures):
+    "A name for source pictures: what they show."
+    return hashlib.sha256(b"".join(str(p.size).encode() + p.convert("RGB").tobytes() for p in pictures)).hexdigest()[:16]
+
+def _number(names, each):
+    "(different names, which one each row has, and the numbers of its token sample and of its picture of that sample: `each` pictures a sample)"
+    unique, seen, index, sample, picture = list(dict.fromkeys(names)), collections.Counter(), [], [], []
+    for name in names:
+        index.append(unique.index(name)); sample.append(seen[name] // each); picture.append(seen[name] % each)
+        seen[name] += 1
+    return unique, torch.tensor(index), sample, picture
+
+def _half_folders(folder, halves):
+    "Where each half lies in a saved folder."
+    return {half: Path(folder) / half if len(halves) > 1 else Path(folder) for half in halves}
 
 def _read_adapter(folder):
-    "A saved adapter -> its LoraOptions and its tensors."
+    "A saved adapter -> rank, alpha, names of the layers, tensors."
     from safetensors.torch import load_file
     try:
         c, saved = json.loads(Path(folder, "adapter_config.json").read_text()), load_file(Path(folder, "adapter_model.safetensors"))
         names = c["target_modules"]
-        return LoraOptions(c["r"], c["lora_alpha"], tuple(re.fullmatch(r".*\((.*)\)", names)[1].split("|") if isinstance(names, str) else names)), saved
+        return c["r"], c["lora_alpha"], tuple(re.fullmatch(r".*\((.*)\)", names)[1].replace("\\", "").split("|") if isinstance(names, str) else names), saved
     except FileNotFoundError as e: raise UserError(f"{folder}: no adapter, {Path(e.filename or 'adapter_model.safetensors').name} is missing. Give a folder that training wrote (checkpoints/checkpoint_final).") from None
     except Exception as e: raise UserError(f"{folder}: the adapter does not load ({type(e).__name__}). Take another checkpoint.") from e
+
+def _saved_options(folder, halves):
+    "LoraOptions of saved adapters."
+    options = {}
+    for half, where in _half_folders(folder, halves).items():
+        rank, alpha, names, _ = _read_adapter(where)
+        options |= {"rank": rank, "alpha": alpha, _HALVES[half][1]: names}
+    return LoraOptions(**options)

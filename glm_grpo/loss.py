@@ -72,6 +72,7 @@ def compute_grpo_loss(
     loss_type="grpo", # grpo bnpo dr_grpo dapo cispo sapo
     importance_sampling_level="token", # a ratio for each decision ("token") or for each sample ("sequence", GSPO)
     ref_logprobs=None, # the same shape: what the reference policy gives the decisions
+    kl=None, # the same shape, with gradient: the KL at each decision where it is known exactly; then ref_logprobs are not needed
     beta=0.0, # weight of the KL to the reference
     kl_estimator="k3", # k1 k2 k3, see `kl_estimate`
     bias_correction_kl=False, # multiply the KL by the ratio
@@ -84,8 +85,8 @@ def compute_grpo_loss(
     "GRPO's loss and its relatives on log-probs; equal to TRL 1.16's `_compute_loss`. ValueError: unknown names, shapes that do not fit, beta without a reference."
     if loss_type not in LOSS_TYPES: raise ValueError(f"loss_type '{loss_type}': want one of {' '.join(LOSS_TYPES)}")
     if importance_sampling_level not in ("token", "sequence"): raise ValueError(f"importance_sampling_level '{importance_sampling_level}': want token or sequence")
-    if beta and ref_logprobs is None: raise ValueError("beta is not 0, so ref_logprobs are needed")
-    for name, t in dict(old_logprobs=old_logprobs, mask=mask, ref_logprobs=ref_logprobs).items():
+    if beta and ref_logprobs is None and kl is None: raise ValueError("beta is not 0, so ref_logprobs (or kl) are needed")
+    for name, t in dict(old_logprobs=old_logprobs, mask=mask, ref_logprobs=ref_logprobs, kl=kl).items():
         if t is not None and t.shape != new_logprobs.shape: raise ValueError(f"{name} {tuple(t.shape)} and new_logprobs {tuple(new_logprobs.shape)} must have one shape")
     if new_logprobs.dim() not in (1, 2) or advantages.shape != new_logprobs.shape[:1]:
         raise ValueError(f"want new_logprobs [N] or [N, T] and advantages [N], got {tuple(new_logprobs.shape)} and {tuple(advantages.shape)}")
@@ -101,11 +102,12 @@ def compute_grpo_loss(
     log_ratio = lp - lo
     if importance_sampling_level == "sequence": log_ratio = (log_ratio * m).sum(1, keepdim=True) / m.sum(1, keepdim=True).clamp(min=1)
     per_decision, clipped = decision_loss(log_ratio, lp, A, loss_type, clip_range, clip_range_high, delta)
-    kl = torch.zeros_like(lp)
-    if ref_logprobs is not None:
+    if kl is not None: kl = table(kl).masked_fill(~keep, 0)
+    elif ref_logprobs is not None:
         kl = kl_estimate(lp, table(ref_logprobs.detach()).masked_fill(~keep, 0), kl_estimator)
         if bias_correction_kl: kl = kl * log_ratio.exp()
-        if beta: per_decision = per_decision + beta * kl
+    else: kl = torch.zeros_like(lp)
+    if beta: per_decision = per_decision + beta * kl
     loss = reduce_decisions(per_decision.expand_as(lp), m, loss_type, max_length, num_decisions, num_samples)
 
     with torch.no_grad():

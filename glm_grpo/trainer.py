@@ -72,15 +72,16 @@ class MinimalGRPOTrainer:
     def __init__(self,
         model, # `GLMImageWrapper`, or anything with generate_with_tracking, policies, reference, save_pretrained, load_adapter
         train_dataloader, # iterable of batches: dict with prompts (list of B), target_images [B, 3, H, W] or None, perhaps source_images, metadata
-        reward_function, # called with the [N, 3, H, W] pictures and, by name, what else it asks for; see `call_reward`
+        reward_function, # called with the [N, 3, H, W] pictures and, by name, what else it asks for; see `call_reward`; a dict {policy name: function} gives each policy its own
         group_size=4, # G: samples of each prompt, at least 2
-        clip_range=0.2, # how far from 1 a ratio is rewarded
-        learning_rate=5e-6, # AdamW's at the first step; a dict {policy name: value} for several policies
+        clip_range=0.2, # how far from 1 a ratio is rewarded; a dict {policy name: value} for several policies
+        learning_rate=5e-6, # AdamW's at the first step; or such a dict
         height=1024, # of the pictures, in pixels, a multiple of 32
         width=1024,
         num_inference_steps=50, # denoising steps
         guidance_scale=1.5, # of the denoising
         *,
+        pictures_per_sample=1, # M: pictures of each sample; from 2 on where the model trains both its policies
         micro_batch_size=None, # samples scored at a time; None: all. The gradient does not depend on it
         updates_per_rollout=1, # passes over the same samples
         mini_batches=1, # optimizer steps in a pass; from 2 on the samples are shuffled
@@ -101,86 +102,105 @@ class MinimalGRPOTrainer:
     ):
         "UserError: a group of one, a micro-batch of none."
         if group_size < 2: raise UserError(f"group_size {group_size}: a sample is compared with its siblings. Take at least 2.")
-        for name, n in dict(micro_batch_size=micro_batch_size, updates_per_rollout=updates_per_rollout, mini_batches=mini_batches).items():
+        for name, n in dict(pictures_per_sample=pictures_per_sample, micro_batch_size=micro_batch_size, updates_per_rollout=updates_per_rollout, mini_batches=mini_batches).items():
             if n is not None and n < 1: raise UserError(f"{name} {n}: take at least 1.")
+        if pictures_per_sample < 2 <= len(model.policies): raise UserError(f"pictures_per_sample {pictures_per_sample}: where both policies train, pictures of the same tokens are compared. Take at least 2.")
         if lr_scheduler not in ("constant", "linear"): raise UserError(f"lr_scheduler {lr_scheduler}: take constant or linear.")
         self.model, self.train_dataloader, self.reward_function, self.callbacks = model, train_dataloader, reward_function, list(callbacks)
         self.group_size, self.micro_batch_size, self.updates_per_rollout, self.mini_batches = group_size, micro_batch_size, updates_per_rollout, mini_batches
         self.max_grad_norm, self.beta, self.scale, self.seed, self.mode, self.max_bad_steps = max_grad_norm, beta, scale, seed, mode, max_bad_steps
-        self.lr_scheduler, self.learning_rates = lr_scheduler, {name: learning_rate[name] if isinstance(learning_rate, dict) else learning_rate for name in model.policies}
+        self.lr_scheduler, self.learning_rates = lr_scheduler, {name: self._of(name, learning_rate) for name in model.policies}
+        self.pictures = group_size * pictures_per_sample                # of a prompt
         self.loss_options = dict(clip_range=clip_range, loss_type=loss_type, beta=beta, **(loss_options or {}))
         self.rollout_options = dict(height=height, width=width, num_inference_steps=num_inference_steps, guidance_scale=guidance_scale,
-                                    temperature=temperature, top_p=top_p, **dict(dict(score_batch_size=micro_batch_size), **(rollout_options or {})))
+                                    temperature=temperature, top_p=top_p, **dict(dict(score_batch_size=micro_batch_size) | (dict(pictures_per_sample=pictures_per_sample) if pictures_per_sample > 1 else {}), **(rollout_options or {})))
         self.parameters = {name: [p for p in policy.parameters() if p.requires_grad] for name, policy in model.policies.items()}
         self.optimizer = torch.optim.AdamW([dict(params=p, lr=self.learning_rates[name], name=name) for name, p in self.parameters.items()], weight_decay=weight_decay)
         self.device = self.optimizer.param_groups[0]["params"][0].device
-        self.options = dict(group_size=group_size, micro_batch_size=micro_batch_size, updates_per_rollout=updates_per_rollout, mini_batches=mini_batches, max_grad_norm=max_grad_norm,
+        self.options = dict(group_size=group_size, pictures_per_sample=pictures_per_sample, micro_batch_size=micro_batch_size, updates_per_rollout=updates_per_rollout, mini_batches=mini_batches, max_grad_norm=max_grad_norm,
                             scale=scale, weight_decay=weight_decay, lr_scheduler=lr_scheduler, seed=seed, learning_rate=self.learning_rates, loss=self.loss_options, rollout=self.rollout_options)
         self.step, self.last_step, self.bad_steps, self.stop, self.last_rollout = 0, 0, 0, False, None
+
+    @staticmethod
+    def _of(name, value):
+        "An option of one policy."
+        return value[name] if isinstance(value, dict) else value
+
+    def _group(self, items):
+        "Each item once for each picture of its prompt."
+        return None if items is None else [x for x in items for _ in range(self.pictures)]
 
     def generate_samples(self,
         prompts, # list of B
         source_images=None, # list of B lists of PIL pictures, for image to image
-    ): # (image_tensors [B*G, 3, H, W], old_logprobs [B*G, T], token_ids [B*G, T])
+    ): # (image_tensors [B*G, 3, H, W], old_logprobs [B*G, T], token_ids [B*G, T]); with M pictures a sample B*G*M rows
         "Draw a group for each prompt, beside each other. The whole rollout stays in `last_rollout`."
-        group = lambda items: None if items is None else [x for x in items for _ in range(self.group_size)]
-        self.last_rollout = r = self.model.generate_with_tracking(group(prompts), group(source_images), seed=self.seed, step=self.step, **self.rollout_options)
+        self.last_rollout = r = self.model.generate_with_tracking(self._group(prompts), self._group(source_images), seed=self.seed, step=self.step, **self.rollout_options)
         return r["image_tensors"], next(iter(self.model.policies.values())).old(r), r.get("token_ids")
 
     def draw(self, batch):
-        "Batch -> rollout with rewards, advantages [B*G] and the seconds it took. Changes nothing that training depends on."
+        "Batch -> rollout with rewards, each policy's samples with their advantages, and the seconds it took. Changes nothing that training depends on."
         start = time.perf_counter()
         images, *_ = self.generate_samples(batch["prompts"], batch.get("source_images"))
-        drawn, rollout = time.perf_counter(), self.last_rollout
-        group = lambda items: None if items is None else [x for x in items for _ in range(self.group_size)]
-        targets = batch.get("target_images")
-        targets = None if targets is None else targets.repeat_interleave(self.group_size, 0)
-        rewards = call_reward(self.reward_function, images, rollout["prompts"], targets=targets, sources=group(batch.get("source_images")), metadata=group(batch.get("metadata")))
-        rollout.update(rewards=rewards, advantages=compute_advantages(rewards, self.group_size, self.scale))
+        drawn, rollout, targets = time.perf_counter(), self.last_rollout, batch.get("target_images")
+        given = dict(targets=None if targets is None else targets.repeat_interleave(self.pictures, 0), sources=self._group(batch.get("source_images")), metadata=self._group(batch.get("metadata")))
+        functions = {name: self._of(name, self.reward_function) for name in self.model.policies}
+        rewards = {f: call_reward(f, images, rollout["prompts"], **given) for f in dict.fromkeys(functions.values())}
+        samples = {}
+        for name, policy in self.model.policies.items():
+            rows, each, group = policy.samples(rollout, self.pictures)
+            own = rewards[functions[name]].view(-1, each).mean(1)                      # a sample's reward is the mean of its pictures'
+            samples[name] = slice_rollout(rollout, rows) | dict(rewards=own, advantages=compute_advantages(own, group, self.scale), group_size=group)
+        rollout.update(rewards=sum(rewards.values()), advantages=samples[name]["advantages"], samples=samples)
         rollout["seconds"] = dict(rollout=drawn - start, reward=time.perf_counter() - drawn)
         return rollout
 
-    def update(self, rollout):
-        "One optimizer step on a rollout (or a mini-batch of it) -> metrics. Micro-batches' gradients add up to the whole's."
+    def update(self, samples):
+        "One optimizer step on a rollout's samples, {policy name: rows} (or mini-batches of them) -> metrics. Micro-batches' gradients add up to the whole's."
         self.optimizer.zero_grad(set_to_none=True)
-        n, out, advantages = len(rollout["prompts"]), {}, rollout["advantages"]
-        size = self.micro_batch_size or n
-        rows = [slice(start, start + size) for start in range(0, n, size)]
-        if not self.beta: rows = [r for r in rows if advantages[r].any()] or rows[:1]       # where all advantages are 0 there is nothing to learn: not scored again
-        rollout = dict(rollout, advantages=advantages.to(self.device))
+        out = {}
         for name, policy in self.model.policies.items():
-            parts, sizes = [], []
+            rollout, options, parts, sizes = samples[name], {k: self._of(name, v) for k, v in self.loss_options.items()}, [], []
+            n, advantages = len(rollout["prompts"]), rollout["advantages"]
+            decisions, size = policy.old(rollout)[0].numel(), self.micro_batch_size or n
+            rows = [slice(start, start + size) for start in range(0, n, size)]
+            if not self.beta: rows = [r for r in rows if advantages[r].any()] or rows[:1]       # where all advantages are 0 there is nothing to learn: not scored again
+            rollout = dict(rollout, advantages=advantages.to(self.device))
+            whole = options.get("importance_sampling_level") == "sequence" or options.get("max_length")      # then a sample's decisions belong together
             for part in (slice_rollout(rollout, r) for r in rows):
-                ref = None
-                if self.beta:
-                    with torch.no_grad(), self.model.reference(): ref = policy.score(part)
-                new = policy.score(part)
-                loss, metrics = compute_grpo_loss(new, policy.old(part), part["advantages"], ref_logprobs=ref, num_samples=n, num_decisions=n*new[0].numel(), as_tensors=True, **self.loss_options)
-                loss.backward()
-                parts.append(metrics); sizes.append(len(new))
+                for piece in [part] if whole else policy.pieces(part):
+                    new, distance = policy.score_against(piece, self.model.reference) if self.beta else (policy.score(piece), {})
+                    share = decisions / new[0].numel()                           # pieces of a sample count as samples of their own, so that all sums to the mean over the whole
+                    loss, metrics = compute_grpo_loss(new, policy.old(piece), piece["advantages"], num_samples=n*share, num_decisions=n*decisions, as_tensors=True, **distance, **options)
+                    loss.backward()
+                    parts.append(metrics); sizes.append(new.numel())
             out[name] = combine_metrics(parts, sizes) | dict(grad_norm=torch.nn.utils.clip_grad_norm_(self.parameters[name], self.max_grad_norm))
         out = {name: dict(zip(m, torch.stack([v.float() for v in m.values()]).tolist())) for name, m in out.items()}      # here, once, it waits for the device
         finite = all(math.isfinite(m[k]) for m in out.values() for k in ("loss", "grad_norm"))
         if finite and any(m["grad_norm"] > 0 for m in out.values()): self.optimizer.step()      # no gradient, no step: AdamW's memory would still move the weights
         self.bad_steps = 0 if finite else self.bad_steps + 1
         self.optimizer.zero_grad(set_to_none=True)
-        total = {k: sum(m[k] for m in out.values()) / len(out) for k in next(iter(out.values()))} | dict(skipped=float(not finite))
-        return total if len(out) == 1 else total | {f"{name}/{k}": v for name, m in out.items() for k, v in m.items()}
+        return {name: m | dict(skipped=float(not finite)) for name, m in out.items()}
 
     def learn(self, rollout):
         "All optimizer steps on one rollout -> the step's metrics (the mean over the optimizer steps). Raises UserError after `max_bad_steps` steps without finite numbers."
-        start, lines, n, rewards = time.perf_counter(), [], len(rollout["prompts"]), rollout["rewards"]
+        start, lines, rewards, samples = time.perf_counter(), [], rollout["rewards"], rollout["samples"]
         share = 1 - self.step / self.last_step if self.lr_scheduler == "linear" and self.last_step else 1.0     # of step and length only, so a resumed run goes on with the same
         for group in self.optimizer.param_groups: group["lr"] = self.learning_rates[group["name"]] * share
         for i in range(self.updates_per_rollout):
             key = int.from_bytes(hashlib.sha256(f"{self.seed}|{self.step}|{i}|mini-batches".encode()).digest()[:7], "big")
-            order = torch.randperm(n, generator=torch.Generator().manual_seed(key)) if self.mini_batches > 1 else torch.arange(n)
-            lines += [self.update(slice_rollout(rollout, rows) if self.mini_batches > 1 else rollout) for rows in order.tensor_split(min(self.mini_batches, n))]
+            few, split = min(self.mini_batches, *(len(s["prompts"]) for s in samples.values())), lambda n: torch.randperm(n, generator=torch.Generator().manual_seed(key)).tensor_split(few)
+            orders = {name: split(len(s["prompts"])) for name, s in samples.items()}
+            lines += [self.update({name: slice_rollout(s, orders[name][k]) for name, s in samples.items()} if self.mini_batches > 1 else samples) for k in range(few)]
         self.step += 1
-        mean, seconds = {k: sum(m[k] for m in lines) / len(lines) for k in lines[0]}, dict(rollout["seconds"], update=time.perf_counter() - start)
-        for k in ("advantages_mean", "advantages_std"): mean.pop(k)
-        return dict(step=self.step, loss=mean.pop("loss"), reward_mean=rewards.mean().item(), reward_std=rewards.std().item(), advantage_mean=rollout["advantages"].mean().item(), **mean,
-                    equal_groups=equal_groups(rewards, self.group_size).float().mean().item(), learning_rate=self.optimizer.param_groups[0]["lr"], seconds=sum(seconds.values()), **{f"seconds_{k}": v for k, v in seconds.items()})
+        seconds = dict(rollout["seconds"], update=time.perf_counter() - start)
+        rates = {g["name"]: g["lr"] for g in self.optimizer.param_groups}
+        each = {name: {k: sum(line[name][k] for line in lines) / len(lines) for k in lines[0][name] if not k.startswith("advantages")}
+                | dict(reward_mean=s["rewards"].mean().item(), advantage_mean=s["advantages"].mean().item(), equal_groups=equal_groups(s["rewards"], s["group_size"]).float().mean().item(), learning_rate=rates[name])
+                for name, s in samples.items()}
+        mean = {k: sum(m[k] for m in each.values()) / len(each) for k in next(iter(each.values()))}
+        return dict(step=self.step, loss=mean.pop("loss"), **mean | dict(reward_mean=rewards.mean().item(), reward_std=rewards.std().item()), **({f"{name}/{k}": v for name, m in each.items() for k, v in m.items()} if len(each) > 1 else {}),
+                    seconds=sum(seconds.values()), **{f"seconds_{k}": v for k, v in seconds.items()})
 
     def train_step(self,
         batch, # dict: prompts, target_images, optional source_images, metadata
@@ -307,7 +327,7 @@ class SampleGrid(Callback):
     ): self.folder, self.every, self.groups = Path(folder), every, groups
     def on_step_end(self, trainer, metrics, rollout):
         if self.every and (trainer.step % self.every == 0 or trainer.step == 1):
-            with atomic_write(self.folder/f"step_{trainer.step:06d}.png", "wb") as f: sample_grid(rollout, trainer.group_size, self.groups).save(f, format="PNG")
+            with atomic_write(self.folder/f"step_{trainer.step:06d}.png", "wb") as f: sample_grid(rollout, trainer.pictures, self.groups).save(f, format="PNG")
 
 # %% ../nbs/10_trainer.ipynb #c102
 class CheckpointCallback(Callback):
@@ -336,7 +356,7 @@ class TrackerLogger(Callback):
     def on_step_end(self, trainer, metrics, rollout):
         if trainer.step % self.every == 0: self.accelerator.log({f"train/{k}": v for k, v in metrics.items() if k != "step"}, step=trainer.step)
         if self.image_every and (trainer.step % self.image_every == 0 or trainer.step == 1):
-            images = (rollout["image_tensors"][:trainer.group_size].clamp(0, 1)*255).round().byte().permute(0, 2, 3, 1).cpu().numpy()
+            images = (rollout["image_tensors"][:trainer.pictures].clamp(0, 1)*255).round().byte().permute(0, 2, 3, 1).cpu().numpy()
             for t in self.accelerator.trackers: t.log_images({"train/samples": images}, step=trainer.step, **(dict(dataformats="NHWC") if t.name == "tensorboard" else {}))
     def on_train_end(self, trainer):
         for t in self.accelerator.trackers: t.finish()
