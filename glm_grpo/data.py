@@ -226,12 +226,12 @@ class T2IDataset:
 
 # %% ../nbs/00_data.ipynb #c065
 class I2IDataset(T2IDataset):
-    "Prompts with source pictures and, if wanted, targets. An item also has `source`, a list of paths."
+    "Prompts with source pictures and, if wanted, targets. An item also has `source`, a list of PIL pictures."
     def __init__(self,
         prompts_file, # prompts.txt, or .jsonl with keys prompt, source, target, metadata
         source_images_dir, # folder of source pictures, matched like targets; with JSONL sources: what their names are relative to, or None
         target_images_dir=None, # as in `T2IDataset`
-        image_size=None, # as in `T2IDataset`; sources keep their size
+        image_size=None, # as in `T2IDataset`, also for the sources; None: they keep their size
     ):
         "UserError as `T2IDataset`, and for sources that are missing or broken."
         super().__init__(prompts_file, target_images_dir, image_size)
@@ -241,7 +241,9 @@ class I2IDataset(T2IDataset):
         if [] in self.sources: raise UserError(f"{self.prompts_file}, line {self.sources.index([]) + 1}: 'source' is empty. Name a picture.")
         for path in {p for s in self.sources for p in s}: load_picture(path)
 
-    def __getitem__(self, i): return dict(super().__getitem__(i), source=self.sources[i])
+    def __getitem__(self, i):
+        pictures = [load_picture(p) for p in self.sources[i]]
+        return dict(super().__getitem__(i), source=[fit_picture(p, self.image_size) for p in pictures] if self.image_size else pictures)
 
 # %% ../nbs/00_data.ipynb #c068
 def collate(
@@ -251,7 +253,7 @@ def collate(
     targets = [item["target"] for item in items]
     batch = dict(prompts=[item["prompt"] for item in items], target_images=None if targets[0] is None else torch.stack(targets),
                  metadata=[item["metadata"] for item in items], indices=[item["index"] for item in items])
-    if "source" in items[0]: batch["source_images"] = [[load_picture(p) for p in item["source"]] for item in items]
+    if "source" in items[0]: batch["source_images"] = [item["source"] for item in items]
     return batch
 
 # %% ../nbs/00_data.ipynb #c075

@@ -12,31 +12,35 @@ from pathlib import Path
 import torch
 from .config import Config, check_config, find_checkpoint, image_height_width, parse_args, run_command, run_folder
 from .data import I2IDataset, T2IDataset, UserError, atomic_write, read_lines, tensor_to_pil
-from .rewards import RewardError, SceneCheck, WeightedReward, call_reward, reward_name, simple_reward_function
+from .rewards import EditCheck, RewardError, SceneCheck, SignReader, WeightedReward, call_reward, edit_reward, reward_name, simple_reward_function
 
 def evaluate(
     model, # `GLMImageWrapper`, or anything with its generate_with_tracking
     prompts, # list of P
-    reward_function, # see `call_reward`
+    reward_function, # see `call_reward`; a dict of them (one a policy) counts as their sum
     *,
     seeds=(0,), # S of them: each prompt is drawn once with each
+    sources=None, # image to image: list of P lists of PIL pictures
     targets=None, # [P, 3, H, W] in [0, 1] or None
     metadata=None, # list of P dicts or None
     progress=None, # called with (pictures done, pictures in all) after each seed
     **options, # of generate_with_tracking: height, width, num_inference_steps, guidance_scale, temperature, top_p, batch_size
-): # dict: reward_mean, reward_std, standard_error (over prompts), pictures; prompts [P], rewards [P][S], seeds, images (P PIL pictures of the first seed), seconds
+): # dict: reward_mean, reward_std, standard_error (over prompts), pictures; prompts [P], rewards [P][S], metrics (mean of each part of a weighted reward), seeds, images (P PIL pictures of the first seed), seconds
     "Mean reward on prompts with seeds that training never uses. The model is left as it is. UserError, RewardError as `call_reward`."
     if not prompts or not seeds: raise UserError(f"An evaluation with {len(prompts)} prompts and {len(seeds)} seeds: give at least one of each.")
-    start, columns, images = time.perf_counter(), [], None
+    start, columns, images, parts = time.perf_counter(), [], None, {}
+    functions = list(dict.fromkeys(reward_function.values())) if isinstance(reward_function, dict) else [reward_function]
     for seed in seeds:
-        rollout = model.generate_with_tracking(list(prompts), seed=f"eval-{seed}", step=0, **options)
-        columns.append(call_reward(reward_function, rollout["image_tensors"], list(prompts), targets=targets, metadata=metadata))
+        rollout = model.generate_with_tracking(list(prompts), sources, seed=f"eval-{seed}", step=0, **options)
+        columns.append(sum(call_reward(f, rollout["image_tensors"], list(prompts), targets=targets, sources=sources, metadata=metadata) for f in functions))
+        for f in functions:
+            for name, values in getattr(f, "last", {}).items(): parts.setdefault(name, []).append(values)
         images = images or tensor_to_pil(rollout["image_tensors"])
         if progress: progress(len(prompts) * len(columns), len(prompts) * len(seeds))
     rewards = torch.stack(columns, 1)
     means = rewards.mean(1)
     return dict(reward_mean=rewards.mean().item(), reward_std=rewards.std().item() if rewards.numel() > 1 else 0.0, standard_error=means.std().item() / math.sqrt(len(prompts)) if len(prompts) > 1 else 0.0,
-                pictures=rewards.numel(), prompts=list(prompts), rewards=rewards.tolist(), seeds=list(seeds), images=images, seconds=time.perf_counter() - start)
+                pictures=rewards.numel(), prompts=list(prompts), rewards=rewards.tolist(), metrics={name: torch.stack(v).mean().item() for name, v in parts.items()}, seeds=list(seeds), images=images, seconds=time.perf_counter() - start)
 
 # %% ../nbs/12_evaluate.ipynb #c019
 def save_figure(
@@ -101,17 +105,22 @@ def open_data(
     config, # Config; the names of files that were found are written into it
 ): # (training dataset, held-out dataset)
     "Both datasets, all files checked. UserError names what is missing or broken."
-    d, size = config.data, image_height_width(config)
-    beside = lambda prompts: str(f) if (f := Path(prompts).parent / "target_images").is_dir() else None
+    d, size, i2i = config.data, image_height_width(config), config.training.mode == "i2i"
+    d.prompts_file = d.prompts_file or ("data/i2i/train/prompts.jsonl" if i2i else "data/t2i/train/prompts.txt")
+    beside = lambda prompts, folder: str(f) if (f := Path(prompts).parent / folder).is_dir() else None
+    def dataset(prompts, targets, sources): return I2IDataset(prompts, sources, targets, size) if i2i else T2IDataset(prompts, targets, size)
+    def folders(prompts, targets, sources):
+        named = i2i and Path(prompts).suffix == ".jsonl"                  # these name their pictures themselves, beside the file
+        return targets or (None if named else beside(prompts, "target_images")), sources or (beside(prompts, "source_images") if i2i and not named else None)
     train = Path(d.prompts_file)
-    d.target_images_dir = d.target_images_dir or beside(train)
-    dataset = T2IDataset(train, d.target_images_dir, size)
+    d.target_images_dir, d.source_images_dir = folders(train, d.target_images_dir, d.source_images_dir)
+    first = dataset(train, d.target_images_dir, d.source_images_dir)
     if d.eval_prompts_file is None:
         other = train.parent.parent / "heldout" / train.name
         d.eval_prompts_file = str(other) if other.is_file() and other != train else str(train)
-    same = d.eval_prompts_file == str(train)
-    d.eval_target_images_dir = d.eval_target_images_dir or (d.target_images_dir if same else beside(d.eval_prompts_file))
-    return dataset, dataset if same else T2IDataset(d.eval_prompts_file, d.eval_target_images_dir, size)
+    if d.eval_prompts_file == str(train): return first, first
+    d.eval_target_images_dir, d.eval_source_images_dir = folders(d.eval_prompts_file, d.eval_target_images_dir, d.eval_source_images_dir)
+    return first, dataset(d.eval_prompts_file, d.eval_target_images_dir, d.eval_source_images_dir)
 
 # %% ../nbs/12_evaluate.ipynb #c028
 def load_function(
@@ -136,13 +145,18 @@ def load_function(
 def make_reward(
     config, # Config
     drawings="data/drawings", # folder of the drawings that the scene check knows
-): # callable for `call_reward`
+): # callable for `call_reward`; where both policies learn from rewards of their own, a dict {policy name: callable}
     "The reward of a run."
-    r = config.reward
-    if r.function: return load_function(r.function)
-    if not r.use_advanced: return simple_reward_function
-    weights = {k: w for k, w in r.metrics.items() if w}
-    return WeightedReward({k: SceneCheck(drawings) if k == "scene" else simple_reward_function for k in weights}, weights)
+    r, both = config.reward, config.model.component == "both"
+    r.metrics = r.metrics or ({"edit": 1.0} if config.training.mode == "i2i" else {"scene": 1.0})
+    make = dict(scene=lambda: SceneCheck(drawings), sign=SignReader, sign_soft=lambda: SignReader(soft=True), edit=lambda: edit_reward, edit_check=lambda: EditCheck(drawings), mse=lambda: simple_reward_function)
+    def reward(function, metrics):
+        if function: return load_function(function)
+        if not r.use_advanced: return simple_reward_function
+        weights = {k: w for k, w in metrics.items() if w}
+        return WeightedReward({k: make[k]() for k in weights}, weights)
+    tokens = reward(r.function, r.metrics)
+    return dict(ar=tokens, dit=reward(r.dit_function, r.dit_metrics or r.metrics)) if both and (r.dit_function or r.dit_metrics) else tokens
 
 # %% ../nbs/12_evaluate.ipynb #c033
 def check_reward(
@@ -151,13 +165,14 @@ def check_reward(
     height, width, # of the pictures, in pixels
 ):
     "Try a reward on blank pictures of a dataset's first prompts. UserError says what does not fit, and the line of a prompt that it cannot read."
+    if isinstance(reward, dict): return [check_reward(r, dataset, height, width) for r in reward.values()]
     def call(rows):
         items = [dataset[i] for i in rows]
         targets = torch.stack([it["target"] for it in items]) if dataset.targets else None
-        call_reward(reward, torch.full((len(rows), 3, height, width), 0.5), [it["prompt"] for it in items], targets=targets, metadata=[it["metadata"] for it in items])
-    if any(isinstance(p, SceneCheck) for p in getattr(reward, "parts", {}).values()):
+        call_reward(reward, torch.full((len(rows), 3, height, width), 0.5), [it["prompt"] for it in items], targets=targets, sources=[it["source"] for it in items] if "source" in items[0] else None, metadata=[it["metadata"] for it in items])
+    if any(type(p) is SceneCheck for p in getattr(reward, "parts", {}).values()):
         from glm_grpo.scenes import parse_prompt
-        objects = next(p for p in reward.parts.values() if isinstance(p, SceneCheck)).drawings.objects
+        objects = next(p for p in reward.parts.values() if type(p) is SceneCheck).drawings.objects
         for i, prompt in enumerate(dataset.prompts):
             try: parse_prompt(prompt, objects)
             except UserError as e: raise UserError(f"{dataset.prompts_file}, line {i + 1}: {e}") from None
@@ -182,15 +197,16 @@ def load_model(
     lora = None
     if m.lora:
         lora = dict(rank=m.lora_rank, alpha=m.lora_alpha)
-        if m.lora_target_modules: lora["target_modules"] = m.lora_target_modules
-    return GLMImageWrapper(m.name, m.component, torch_dtype=m.torch_dtype, device=m.device, lora=lora, seed=config.training.seed, gradient_checkpointing=m.gradient_checkpointing)
+        lora |= {k: names for k, names in dict(target_modules=m.lora_target_modules, dit_target_modules=m.dit_lora_target_modules).items() if names}
+    return GLMImageWrapper(m.name, m.component, torch_dtype=m.torch_dtype, device=m.device, lora=lora, seed=config.training.seed, gradient_checkpointing=m.gradient_checkpointing, dit_kl=config.reward.grpo.dit_kl)
 
 def rollout_options(
     config, # Config
 ): # dict of keyword arguments for generate_with_tracking
     "How pictures are drawn."
     o, (height, width) = config.rollout, image_height_width(config)
-    return dict(height=height, width=width, num_inference_steps=o.num_inference_steps, guidance_scale=o.guidance_scale, temperature=o.temperature, top_p=o.top_p, batch_size=o.batch_size)
+    return dict(height=height, width=width, num_inference_steps=o.num_inference_steps, guidance_scale=o.guidance_scale, temperature=o.temperature, top_p=o.top_p, batch_size=o.batch_size,
+                noise_level=o.noise_level, sde_type=o.sde_type, window=o.window, window_kind=o.window_kind, ratio_norm=o.ratio_norm, shared_noise=o.shared_noise)
 
 # %% ../nbs/12_evaluate.ipynb #c044
 def eval_record(
@@ -219,9 +235,10 @@ def evaluate_config(
     n, seeds = min(len(dataset), config.training.eval_prompts or len(dataset)), range(config.training.eval_samples)
     items = [dataset[i] for i in range(n)]
     targets = torch.stack([it["target"] for it in items]) if dataset.targets else None
+    sources, options = [it["source"] for it in items] if "source" in items[0] else None, dict(rollout_options(config), noise_level=0.0)      # as the model will be used: no noise in the steps
     with tqdm(total=n * len(seeds), desc=name, unit="picture", disable=name is None, mininterval=0.5) as bar:
         def progress(done, total): bar.update(done - bar.n)
-        return evaluate(model, [it["prompt"] for it in items], reward, seeds=seeds, targets=targets, metadata=[it["metadata"] for it in items], progress=progress, **rollout_options(config))
+        return evaluate(model, [it["prompt"] for it in items], reward, seeds=seeds, sources=sources, targets=targets, metadata=[it["metadata"] for it in items], progress=progress, **options)
 
 # %% ../nbs/12_evaluate.ipynb #c049
 def main(

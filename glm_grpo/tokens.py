@@ -123,7 +123,7 @@ def _source_codes(model, out, position_ids):
     finally: handle.remove()
     return seen[0]
 
-# %% ../nbs/05_tokens.ipynb #c043
+# %% ../nbs/05_tokens.ipynb #c045
 def _nucleus_by_sort(logits, top_p):
     "`nucleus` on any device, operation by operation as TopPLogitsWarper; the sort is stable, so that ties fall the same way everywhere."
     values, order = logits.sort(dim=-1, stable=True)
@@ -131,7 +131,7 @@ def _nucleus_by_sort(logits, top_p):
     drop[..., -1] = False                                         # one code is always kept
     return ~drop.scatter(-1, order, drop)
 
-# %% ../nbs/05_tokens.ipynb #c046
+# %% ../nbs/05_tokens.ipynb #c048
 def nucleus(
     logits, # [N, K] float32, already divided by the temperature
     top_p, # in (0, 1)
@@ -146,7 +146,7 @@ def nucleus(
     if spare.any(): tied = logits == bound; keep &= ~(tied & (tied.cumsum(-1) <= spare))
     return keep
 
-# %% ../nbs/05_tokens.ipynb #c054
+# %% ../nbs/05_tokens.ipynb #c056
 def _pack_bits(kept):
     "`pack_kept` on any device."
     bits = F.pad(kept, (0, -kept.shape[-1] % 8)).unflatten(-1, (-1, 8)).to(torch.uint8)
@@ -166,7 +166,7 @@ def unpack_kept(
     bits = (packed[..., None] >> torch.arange(8, dtype=torch.uint8, device=packed.device)) & 1
     return bits.flatten(-2)[..., :K].bool()
 
-# %% ../nbs/05_tokens.ipynb #c057
+# %% ../nbs/05_tokens.ipynb #c059
 def token_uniforms(
     keys, # N strings; the same key gives the same row
     T, # numbers a row
@@ -175,7 +175,7 @@ def token_uniforms(
     seeds = [int.from_bytes(hashlib.sha256(k.encode()).digest()[:8], "big") >> 1 for k in keys]
     return torch.stack([torch.rand(T, generator=torch.Generator().manual_seed(s)) for s in seeds])
 
-# %% ../nbs/05_tokens.ipynb #c061
+# %% ../nbs/05_tokens.ipynb #c063
 def sample_codes(
     logits, # [N, K] float32, already divided by the temperature
     u, # [N] float32 in [0, 1)
@@ -187,7 +187,7 @@ def sample_codes(
     cdf = p.cumsum(-1, dtype=torch.float32 if p.device.type == "mps" else torch.float64)    # double: a sum of 16384 floats would lose bits
     return torch.searchsorted(cdf, u.to(cdf.dtype)[:, None] * cdf[:, -1:], right=True)[:, 0], kept
 
-# %% ../nbs/05_tokens.ipynb #c068
+# %% ../nbs/05_tokens.ipynb #c070
 def _policy_parts(model):
     "(the AR model without peft's shell, its text model, number of codes that may be drawn)"
     model = model.get_base_model() if hasattr(model, "get_base_model") else model
@@ -282,7 +282,7 @@ class _DrawLoop:
         self.hidden = _norm(self.lm.norm, x)
         self.step += 1
 
-# %% ../nbs/05_tokens.ipynb #c071
+# %% ../nbs/05_tokens.ipynb #c073
 @torch.no_grad()
 def draw_tokens(
     model, # GlmImageForConditionalGeneration, also with LoRA
@@ -315,7 +315,7 @@ def draw_tokens(
     decide()                                                                # nothing comes after the last one
     return token_ids, kept
 
-# %% ../nbs/05_tokens.ipynb #c087
+# %% ../nbs/05_tokens.ipynb #c089
 class _CodeLogprobs(torch.autograd.Function):
     "Log-probabilities of `ids` from the head's raw outputs, with their gradient in one piece: (one at the drawn code - probability) / temperature."
     @staticmethod
@@ -370,7 +370,7 @@ def score_tokens(
     logprobs, entropy = zip(*out)
     return (torch.cat(logprobs, 1), torch.cat(entropy, 1)) if return_entropy else torch.cat(logprobs, 1)
 
-# %% ../nbs/05_tokens.ipynb #c131
+# %% ../nbs/05_tokens.ipynb #c133
 def large_grid_tokens(
     token_ids, # [N, T] int64, as drawn
     grids, # (h, w) in order of generation

@@ -81,14 +81,14 @@ def make_trainer(
     out, # folder of the run
 ): # MinimalGRPOTrainer with the callbacks that write `out`
     "Everything that a run needs, put together."
-    t, g, options, out = config.training, config.reward.grpo, rollout_options(config), Path(out)
-    batch_size = options.pop("batch_size")
+    t, g, o, options, out = config.training, config.reward.grpo, config.rollout, rollout_options(config), Path(out)
+    rollout = {k: options.pop(k) for k in ("batch_size", "noise_level", "sde_type", "window", "window_kind", "ratio_norm", "shared_noise")}
     callbacks = [JsonlLogger(out / "metrics.jsonl"), TrackerLogger(out, every=t.log_interval, image_every=t.sample_interval), SampleGrid(out / "samples", every=t.sample_interval),
                  CheckpointCallback(out / "checkpoints", every=t.save_interval), ProgressBar()]
-    return MinimalGRPOTrainer(model, make_dataloader(dataset, t.batch_size, t.seed), reward, g.num_samples, g.clip_range, t.learning_rate, **options,
-        micro_batch_size=t.micro_batch_size, updates_per_rollout=t.updates_per_rollout, mini_batches=t.mini_batches, max_grad_norm=t.max_grad_norm, beta=g.beta, loss_type=g.loss_type, scale=g.scale,
-        weight_decay=t.weight_decay, lr_scheduler=t.lr_scheduler, seed=t.seed, mode=t.mode, loss_options=dict(clip_range_high=g.clip_range_high, importance_sampling_level=g.importance_sampling_level),
-        rollout_options=dict(batch_size=batch_size, score_batch_size=t.micro_batch_size), callbacks=callbacks)
+    return MinimalGRPOTrainer(model, make_dataloader(dataset, t.batch_size, t.seed), reward, g.num_samples, dict(ar=g.clip_range, dit=g.dit_clip_range), dict(ar=t.learning_rate, dit=t.dit_learning_rate or t.learning_rate), **options,
+        pictures_per_sample=g.pictures_per_sample if config.model.component == "both" else 1, micro_batch_size=t.micro_batch_size, updates_per_rollout=t.updates_per_rollout, mini_batches=t.mini_batches,
+        max_grad_norm=t.max_grad_norm, beta=g.beta, loss_type=g.loss_type, scale=g.scale, weight_decay=t.weight_decay, lr_scheduler=t.lr_scheduler, seed=t.seed, mode=t.mode,
+        loss_options=dict(clip_range_high=g.clip_range_high, importance_sampling_level=g.importance_sampling_level), rollout_options=dict(rollout, score_batch_size=t.micro_batch_size), callbacks=callbacks)
 
 def read_metrics(
     path, # metrics.jsonl
@@ -97,7 +97,9 @@ def read_metrics(
     return [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()] if Path(path).is_file() else []
 
 # %% ../nbs/13_train.ipynb #c021
-def _mean(result): return f"held-out reward {result['reward_mean']:.3f} +- {result['standard_error']:.3f} ({result['pictures']} pictures of {len(result['prompts'])} prompts, {result['seconds']:.0f} s)"
+def _mean(result):
+    parts = ", ".join(f"{k} {v:.3f}" for k, v in result["metrics"].items()) if len(result["metrics"]) > 1 else ""
+    return f"held-out reward {result['reward_mean']:.3f} +- {result['standard_error']:.3f} ({parts}{'; ' if parts else ''}{result['pictures']} pictures of {len(result['prompts'])} prompts, {result['seconds']:.0f} s)"
 
 def _remedy(error):
     "What to do about an error in the middle of training."
@@ -134,7 +136,7 @@ def train(
         reward, size = make_reward(config), image_height_width(config)
         for prompts in (dataset, heldout): check_reward(reward, prompts, *size)
         say("data", f"{len(dataset)} training prompts ({config.data.prompts_file}), {len(heldout)} held out ({config.data.eval_prompts_file})")
-        say("reward", reward_name(reward))
+        say("reward", ", ".join(f"{name}: {reward_name(r)}" for name, r in reward.items()) if isinstance(reward, dict) else reward_name(reward))
         say("model", f"loading {config.model.name}")
         model = load_model(config)
         say("", repr(model))
@@ -153,7 +155,7 @@ def train(
                 with warnings.catch_warnings(record=True) as notes: trainer.load_checkpoint(config.resume)
                 for note in notes: say("note", str(note.message))
                 write_config(config, out)
-            say("training", f"steps {trainer.step + 1} to {config.training.max_steps}, each {config.training.batch_size} prompts x {config.reward.grpo.num_samples} pictures")
+            say("training", f"steps {trainer.step + 1} to {config.training.max_steps}, each {config.training.batch_size} prompts x {trainer.pictures} pictures")
             interrupts.trainer = trainer
             trainer.train(config.training.max_steps - trainer.step)
             interrupts.trainer = None
