@@ -171,17 +171,18 @@ def sample_scenes(
     number, # how many
     objects, # names
     seed=0, # of the choice
-): # list of Scene, single, counted and paired ones in equal parts
+    signs=False, # True: every scene carries a word
+): # list of Scene, single, counted and paired ones in equal parts (with signs: single and paired ones)
     "A balanced sample of a set; every third scene that has room for a sign carries a word."
     rng = np.random.default_rng(seed)
-    pool = [s for s in all_scenes(objects) if split_of(s) == split]
-    kinds = [[s for s in pool if s.kind == k] for k in ("single", "counted", "pair")]
-    order = [rng.permutation(len(k)) for k in kinds]
-    picked = [kinds[i % 3][order[i % 3][i // 3 % len(kinds[i % 3])]] for i in range(number)]
+    pool = [s for s in all_scenes(objects) if split_of(s) == split and (has_room(s) or not signs)]
+    kinds = [k for k in ([s for s in pool if s.kind == kind] for kind in ("single", "counted", "pair")) if k]
+    order, n = [rng.permutation(len(k)) for k in kinds], len(kinds)
+    picked = [kinds[i % n][order[i % n][i // n % len(kinds[i % n])]] for i in range(number)]
     words = [w for w in all_words() if word_is_held_out(w) == (split == "heldout")]
     room = [s for s in picked if has_room(s)]
-    signs = set(map(id, room[::3]))
-    return [dataclasses.replace(s, word=words[rng.integers(len(words))]) if id(s) in signs else s for s in picked]
+    marked = set(map(id, room if signs else room[::3]))
+    return [dataclasses.replace(s, word=words[rng.integers(len(words))]) if id(s) in marked else s for s in picked]
 
 # %% ../nbs/03_scenes.ipynb #c036
 def write_prompts(
