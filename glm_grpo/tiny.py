@@ -4,8 +4,9 @@
 
 # %% auto #0
 __all__ = ['Picture', 'all_pictures', 'make_tokenizer', 'make_parts', 'large_view', 'preview_view', 'patches_of', 'codes_of',
-           'fit_codebook', 'Batches', 'learning_rate', 'fit', 'spoil_history', 'ar_loss', 'train_ar', 'train_vae',
-           'shift_sigma', 'dit_loss', 'glyph_rows', 'train_dit', 'make_tiny', 'main']
+           'fit_codebook', 'Batches', 'EditBatches', 'source_codes', 'edit_inputs', 'learning_rate', 'fit',
+           'spoil_history', 'ar_loss', 'train_ar', 'train_vae', 'shift_sigma', 'dit_loss', 'glyph_rows', 'latents_of',
+           'train_dit', 'make_tiny', 'main']
 
 # %% ../nbs/09_tiny.ipynb #c002
 import dataclasses, itertools, json, math, sys, time
@@ -15,11 +16,11 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 from .data import UserError, atomic_dir, pil_to_tensor
-from .denoise import glyph_embeddings, make_conditions, predict_velocity
-from .scenes import GROUNDS, SIDE, Drawings, all_scenes, all_words, render, split_of, word_is_held_out
-from .tokens import prepare_prompts, upsample_tokens
+from .denoise import Source, source_cache
+from .scenes import EDITS, GROUNDS, PLACES, SIDE, Drawings, Edit, all_scenes, all_words, has_room, render, split_of, word_is_held_out
+from .tokens import PromptInputs, layout_positions, prepare_prompts, upsample_tokens
 
-# %% ../nbs/09_tiny.ipynb #c005
+# %% ../nbs/09_tiny.ipynb #c006
 @dataclasses.dataclass(frozen=True)
 class Picture:
     "One picture to learn from."
@@ -42,11 +43,11 @@ def all_pictures(
     for scene in all_scenes(drawings.objects):
         if split_of(scene) != split: continue
         corners = list(itertools.combinations(range(4), scene.count)) if scene.count > 1 else [()]
-        signs = (False, True) if scene.kind == "pair" or scene.place == "middle" else (False,)
+        signs = (False, True) if has_room(scene) else (False,)
         out += [Picture(scene, h, c, s) for h in drawings.hands for c in corners for s in signs]
     return out
 
-# %% ../nbs/09_tiny.ipynb #c008
+# %% ../nbs/09_tiny.ipynb #c009
 def make_tokenizer(
     captions, # list of texts to train the BPE on
     codes=1024, # size of the codebook
@@ -62,7 +63,7 @@ def make_tokenizer(
     return PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token=f"<|dit_token_{codes}|>", eos_token=f"<|dit_token_{codes + 1}|>", pad_token="<|endoftext|>", padding_side="left",
                                    extra_special_tokens=dict(image_token="<|image|>", grid_bos_token="<sop>", grid_eos_token="<eop>"))
 
-# %% ../nbs/09_tiny.ipynb #c011
+# %% ../nbs/09_tiny.ipynb #c012
 _CHAT = ("{%- for m in messages %}{%- if m['content'] is string %}{{- m['content'] }}{%- else %}{%- for c in m['content'] %}{%- if c['type'] == 'image' or 'image' in c %}{{- 'BOS<|image|>EOS' }}"
          "{%- elif 'text' in c %}{{- c['text'] }}{%- endif %}{%- endfor %}{%- endif %}{%- endfor %}")
 
@@ -96,7 +97,7 @@ def make_parts(
     scheduler = FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, time_shift_type="linear", base_shift=0.25, max_shift=0.75, base_image_seq_len=256)
     return dict(processor=GlmImageProcessor(image_processor=picture, tokenizer=tokenizer, chat_template=chat), vision_language_encoder=ar, transformer=dit, text_encoder=t5, tokenizer=ByT5Tokenizer(), vae=vae, scheduler=scheduler)
 
-# %% ../nbs/09_tiny.ipynb #c015
+# %% ../nbs/09_tiny.ipynb #c017
 def large_view(
     images, # [N, 3, H, W] in [0, 1]
 ): # [N, 3, H/2, W/2]
@@ -128,7 +129,7 @@ def codes_of(
     features = ar.get_image_features(patches_of(views, p).flatten(0, 1), grid).pooler_output
     return ar.get_image_tokens(features, grid).view(len(views), -1)
 
-# %% ../nbs/09_tiny.ipynb #c018
+# %% ../nbs/09_tiny.ipynb #c020
 @torch.no_grad()
 def fit_codebook(
     ar, # GlmImageForConditionalGeneration; its vision tower and codebook are changed
@@ -161,7 +162,7 @@ def fit_codebook(
     vq.quantize.embedding.weight.copy_(centres)
     return (((f @ centres.T).max(1).values * weight).sum() / weight.sum()).item()
 
-# %% ../nbs/09_tiny.ipynb #c023
+# %% ../nbs/09_tiny.ipynb #c026
 class Batches:
     "Draws pictures in fixed shares of the three kinds, with a word for every sign. Its generator is its own."
     shares = dict(single=0.30, counted=0.40, pair=0.30)
@@ -189,7 +190,88 @@ class Batches:
             scene = others[self.rng.integers(len(others))]
         return dataclasses.replace(scene, word=word).prompt()
 
-# %% ../nbs/09_tiny.ipynb #c028
+# %% ../nbs/09_tiny.ipynb #c033
+class EditBatches:
+    "Draws edits from one list of pictures, the four kinds in equal shares. Its generator is its own."
+    def __init__(self,
+        pictures, # list of Picture
+        seed, # of the words and of the order
+    ):
+        self.pictures, self.rng = pictures, np.random.default_rng(seed)
+        words, spelled, where = [w for w in all_words() if not word_is_held_out(w)], {}, {}
+        self.shown = []                                             # (index of the picture, word or None)
+        other = lambda p, **change: dataclasses.replace(p, scene=dataclasses.replace(p.scene, **change))
+        for i, p in enumerate(pictures):
+            family = other(p, ground="")
+            if family not in spelled:
+                first = words[self.rng.integers(len(words))]
+                same = [w for w in words if w != first and w.isdigit() == first.isdigit()]
+                spelled[family] = [first, same[self.rng.integers(len(same))]] if p.sign else [None]
+            for w in spelled[family]: where[p, w] = len(self.shown); self.shown.append((i, w))
+        self.pairs = {k: {} for k in EDITS}                         # kind -> {source: [targets]}, numbers of `shown`
+        for p, w in where:
+            signed = dataclasses.replace(p, sign=True)
+            ends = dict(recolour=[(other(p, ground=g), w) for g in GROUNDS if g != p.scene.ground], move=[(other(p, place=q), w) for q in PLACES if p.scene.place and not p.sign and q != p.scene.place],
+                        add=[] if p.sign else [(signed, v) for v in spelled.get(other(signed, ground=""), [])], change=[(p, v) for v in spelled[other(p, ground="")] if v != w])
+            for kind, targets in ends.items():
+                if found := [where[t] for t in targets if t in where]: self.pairs[kind][where[p, w]] = found
+        self.starts = {k: list(v) for k, v in self.pairs.items() if v}
+
+    def draw(self,
+        number, # of edits
+        sloppy=0.0, # share whose instruction asks for another edit of the same source, drawn anew, right or wrong
+    ): # (sources, targets: numbers of `shown`; edits: what the instruction says)
+        "A batch of edits."
+        out = []
+        for kind in self.rng.choice(list(self.starts), number).tolist():
+            source = self.starts[kind][self.rng.integers(len(self.starts[kind]))]
+            ends = self.pairs[kind][source]
+            target = told = ends[self.rng.integers(len(ends))]
+            if self.rng.random() < sloppy: told = ends[self.rng.integers(len(ends))]
+            out.append((source, target, Edit(self.scene(source), self.scene(told), kind)))
+        return tuple(map(list, zip(*out)))
+
+    def scene(self, n):
+        "The scene, with its word, of number n."
+        i, word = self.shown[n]
+        return dataclasses.replace(self.pictures[i].scene, word=word)
+
+    def draw_picture(self, n, drawings):
+        "PIL picture of number n, with its word."
+        i, word = self.shown[n]
+        return self.pictures[i].draw(drawings, word)
+
+# %% ../nbs/09_tiny.ipynb #c037
+@torch.no_grad()
+def source_codes(
+    processor, # GlmImageProcessor
+    ar, # GlmImageForConditionalGeneration
+    images, # N PIL pictures of one size
+): # [N, h*w] int64
+    "Source pictures as tokens, by the processor's own resizing."
+    out = processor.image_processor(images=list(images), return_tensors="pt")
+    features = ar.get_image_features(out["pixel_values"], out["image_grid_thw"]).pooler_output
+    return ar.get_image_tokens(features, out["image_grid_thw"]).view(len(images), -1)
+
+def edit_inputs(
+    processor, # GlmImageProcessor
+    ar, # GlmImageForConditionalGeneration
+    prompts, # N instructions
+    codes, # [N, h*w] int64, square sources of `source_codes`
+): # PromptInputs, as `prepare_prompts(..., images=...)` gives them for a picture of the source's size
+    "The layout of image-to-image from codes that are known."
+    tok, c, side = processor.tokenizer, ar.config, math.isqrt(codes.shape[1])
+    start, end, mark = tok.convert_ids_to_tokens([c.image_start_token_id, c.image_end_token_id, c.image_token_id])
+    out = tok([f"{start}{mark * codes.shape[1]}{end}{p}{processor.grid_bos_token}{side} {side}{processor.grid_eos_token}{start}" for p in prompts], padding=True, return_tensors="pt")
+    ids, mask, position_ids, decode = out["input_ids"], out["attention_mask"], torch.ones(3, *out["input_ids"].shape, dtype=torch.long), []
+    ids[ids == c.image_token_id] = codes.flatten()
+    for i, n in enumerate(mask.sum(1).tolist()):
+        positions = layout_positions([1, (side, side), n - 1 - codes.shape[1], (side, side)])
+        position_ids[:, i, -n:] = positions[:, :n]
+        decode.append(positions[:, n:])
+    return PromptInputs(ids, mask, position_ids, torch.stack(decode, 1), [(side, side)])
+
+# %% ../nbs/09_tiny.ipynb #c040
 def learning_rate(
     step, # 0, 1, 2, ...
     steps, # in all
@@ -206,25 +288,26 @@ def fit(
     weight_decay=0.02, # of matrices
     average=0.0, # decay of a moving average of the weights that replaces them at the end; 0 is none
     name="", # on the progress bar
-): # list of dicts, one every 20 steps
+): # list of dicts, one every 20 steps: the last value of each number
     "Train parameters on the losses that next_loss returns; the progress bar shows its numbers."
-    parameters, log = list(parameters), []
+    parameters, log, seen = list(parameters), [], {}
     optimizer = torch.optim.AdamW([dict(params=[p for p in parameters if p.ndim > 1], weight_decay=weight_decay), dict(params=[p for p in parameters if p.ndim <= 1], weight_decay=0.0)], lr=lr, betas=(0.9, 0.98))
     mean = [p.detach().clone() for p in parameters] if average else None
     bar = tqdm(range(steps), desc=name, file=sys.stdout, mininterval=5, disable=not name)
     for step in bar:
         for group in optimizer.param_groups: group["lr"] = lr * learning_rate(step, steps)
         loss, shown = next_loss()
+        seen |= shown
         optimizer.zero_grad(); loss.backward()
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
         if average: torch._foreach_lerp_(mean, [p.detach() for p in parameters], 1 - min(average, (step + 1) / (step + 10)))
-        if step % 20 == 19 or step == steps - 1: log.append(dict(step=step + 1, **shown)); bar.set_postfix({k: f"{v:.3f}" for k, v in shown.items()})
+        if step % 20 == 19 or step == steps - 1: log.append(dict(step=step + 1, **seen)); bar.set_postfix({k: f"{v:.3f}" for k, v in seen.items()})
     if average:
         with torch.no_grad(): [p.copy_(m) for p, m in zip(parameters, mean)]
     return log
 
-# %% ../nbs/09_tiny.ipynb #c031
+# %% ../nbs/09_tiny.ipynb #c043
 def spoil_history(
     answers, # [N, T] int64
     generator, # torch.Generator
@@ -236,7 +319,7 @@ def spoil_history(
     other = answers.gather(0, torch.randint(n, answers.shape, generator=generator))
     return torch.where(torch.rand(answers.shape, generator=generator) < share, other, answers)
 
-# %% ../nbs/09_tiny.ipynb #c034
+# %% ../nbs/09_tiny.ipynb #c046
 _AMP = dict(device_type="cpu", dtype=torch.bfloat16)    # half the time on a CPU that knows bfloat16, and no worse here
 
 def ar_loss(
@@ -245,7 +328,7 @@ def ar_loss(
     answers, # [N, T] int64: preview, then large; what is to be predicted
     history, # [N, T] int64: what it sees of them, `answers` or a spoilt copy
     grid_weight=3.0, # of a large token against a preview token
-): # (loss, dict of mean nats: preview, large)
+): # (loss, dict of mean nats: preview and large, or edit, where there is no preview)
     "Cross-entropy of preview, large grid and end mark."
     n, length = inputs.input_ids.shape
     end = torch.full((n, 1), ar.config.image_end_token_id)
@@ -256,7 +339,7 @@ def ar_loss(
         logits = ar.lm_head(hidden)
     nats = F.cross_entropy(logits.float().flatten(0, 1), torch.cat([answers, end], 1).flatten(), reduction="none").view(n, -1)
     weight = torch.ones(nats.shape[1]); weight[-1 - large:-1] = grid_weight
-    return (nats * weight).sum() / (n * weight.sum()), dict(preview=nats[:, :-1 - large].mean().item(), large=nats[:, -1 - large:-1].mean().item())
+    return (nats * weight).sum() / (n * weight.sum()), ({"preview": nats[:, :-1 - large].mean().item()} if len(inputs.grids) > 1 else {}) | {"large" if len(inputs.grids) > 1 else "edit": nats[:, -1 - large:-1].mean().item()}
 
 def train_ar(
     parts, # dict of `make_parts`; the language model is trained
@@ -268,10 +351,17 @@ def train_ar(
     seed=1,
     spoil=0.7, # `rows` of `spoil_history`
     sloppy=0.0, # share of `Batches`
+    edits=None, # EditBatches: three steps of four are edits
+    sources=None, # [len(edits.shown), 16] int64 of `source_codes`
+    sloppy_edits=0.6, # share of `EditBatches.draw`
 ): # log of `fit`
-    "Pre-train the token writer on captions and codes."
-    ar, batches, g = parts["vision_language_encoder"], Batches(pictures, seed, sloppy), torch.Generator().manual_seed(seed)
+    "Pre-train the token writer on captions and codes, and on edits."
+    ar, batches, g, turns = parts["vision_language_encoder"], Batches(pictures, seed, sloppy), torch.Generator().manual_seed(seed), itertools.count()
     def next_loss():
+        if next(turns) % 4 and edits:
+            starts, ends, told = edits.draw(batch + batch // 2, sloppy_edits)
+            answers = codes[[edits.shown[n][0] for n in ends], -sources.shape[1]:]
+            return ar_loss(ar, edit_inputs(parts["processor"], ar, [e.prompt() for e in told], sources[starts]), answers, spoil_history(answers, g, spoil))
         index, words = batches.draw(batch)
         inputs = prepare_prompts(parts["processor"], ar, [batches.caption(i, w) for i, w in zip(index, words)], SIDE, SIDE)
         return ar_loss(ar, inputs, codes[index], spoil_history(codes[index], g, spoil))
@@ -279,7 +369,7 @@ def train_ar(
     for p in trained: p.requires_grad_(True)
     return fit(trained, next_loss, steps, lr, weight_decay=0.05, name="token writer")
 
-# %% ../nbs/09_tiny.ipynb #c039
+# %% ../nbs/09_tiny.ipynb #c055
 def train_vae(
     parts, # dict of `make_parts`; the VAE is trained
     pictures, # list of Picture
@@ -311,7 +401,7 @@ def train_vae(
         vae.register_to_config(latents_mean=z.mean((0, 2, 3)).tolist(), latents_std=z.std((0, 2, 3)).tolist())
     return log
 
-# %% ../nbs/09_tiny.ipynb #c043
+# %% ../nbs/09_tiny.ipynb #c059
 def shift_sigma(
     u, # times in [0, 1]
     mu, # the schedule's shift
@@ -326,6 +416,7 @@ def dit_loss(
     words, # N words, or None where there is no sign
     generator, # torch.Generator of noise, times and drops
     drop=0.1, # share of rows without conditions
+    sources=None, # N `Source` of edits: the DiT reads their keys and values
 ): # (loss, dict)
     "Flow-matching loss (2210.02747) with conditions dropped for guidance (2207.12598)."
     from diffusers.pipelines.glm_image.pipeline_glm_image import calculate_shift
@@ -340,9 +431,10 @@ def dit_loss(
     with torch.autocast(**_AMP):
         glyphs = glyph_rows(pipe, texts)
         size = torch.full((n, 2), 32. * side)
-        v = dit((1 - sigma) * latents + sigma * noise, glyphs, ids, dropped[:, None].expand_as(ids), u * 1000 - 1, size, torch.zeros(n, 2), return_dict=False)[0]
+        cache = source_cache(pipe, sources and [[s] for s in sources])
+        v = dit((1 - sigma) * latents + sigma * noise, glyphs, ids, dropped[:, None].expand_as(ids), u * 1000 - 1, size, torch.zeros(n, 2), kv_caches=cache, return_dict=False)[0]
     loss = (v.float() - (noise - latents)).pow(2).mean()
-    return loss, dict(mse=loss.item())
+    return loss, {"edit" if sources else "mse": loss.item()}
 
 def glyph_rows(
     pipe, # with text_encoder and tokenizer
@@ -360,49 +452,65 @@ def glyph_rows(
     longest = max(len(r) for r in rows.values())
     return torch.stack([F.pad(rows[t], (0, 0, longest - len(rows[t]), 0)) for t in texts])
 
-# %% ../nbs/09_tiny.ipynb #c045
+# %% ../nbs/09_tiny.ipynb #c062
+@torch.no_grad()
+def latents_of(
+    vae, # AutoencoderKL
+    images, # list of N PIL pictures
+): # [N, C, h, w] float32, normalised: the mode of the posterior
+    "Pictures as the DiT sees them."
+    mean, std = (torch.tensor(v).view(1, -1, 1, 1) for v in (vae.config.latents_mean, vae.config.latents_std))
+    batches = tqdm(range(0, len(images), 32), desc="latents", file=sys.stdout, mininterval=5, disable=len(images) < 500)
+    return torch.cat([(vae.encode(pil_to_tensor(images[s:s + 32]) * 2 - 1).latent_dist.mode() - mean) / std for s in batches])
+
 def train_dit(
     parts, # dict of `make_parts`; the DiT and the glyph encoder are trained
-    pictures, # list of Picture
-    drawings, # Drawings
+    edits, # EditBatches; its list of pictures is what the decoder learns to draw
+    latents, # [len(edits.shown), C, h, w] float32, normalised
     large_codes, # [len(pictures), 16] int64
     steps,
     batch=48,
     lr=2e-3,
     seed=3,
     word_share=0.6, # of pictures that have a sign
+    sources=None, # [len(edits.shown), 16] int64 of `source_codes`: half of each batch are edits
 ): # log of `fit`
     "Train the picture decoder on the VAE's latents, the large codes and the words; ends with a moving average of the weights."
     from types import SimpleNamespace
-    pipe, vae, g, rng = SimpleNamespace(**parts), parts["vae"], torch.Generator().manual_seed(seed), np.random.default_rng(seed)
-    mean, std = (torch.tensor(v).view(1, -1, 1, 1) for v in (vae.config.latents_mean, vae.config.latents_std))
-    words = [w for w in all_words() if not word_is_held_out(w)]
-    shown = [(i, words[rng.integers(len(words))] if p.sign else None) for i, p in enumerate(pictures) for _ in range(1 + p.sign)]    # each sign with two words
-    with torch.no_grad():
-        latents = torch.cat([(vae.encode(pil_to_tensor([pictures[i].draw(drawings, w) for i, w in shown[s:s + 32]]) * 2 - 1).latent_dist.mode() - mean) / std
-                             for s in tqdm(range(0, len(shown), 32), desc="latents", file=sys.stdout, mininterval=5, disable=len(shown) < 500)])
-    groups = {}
-    for n, (i, w) in enumerate(shown): groups.setdefault((pictures[i].scene.kind, w is not None), []).append(n)
-    def next_loss():
-        kinds = rng.choice(list(Batches.shares), batch, p=list(Batches.shares.values()))
+    pipe, g, rng = SimpleNamespace(**parts, vae_scale_factor=8), torch.Generator().manual_seed(seed), np.random.default_rng(seed)
+    shown, groups = edits.shown, {}
+    for n, (i, w) in enumerate(shown): groups.setdefault((edits.pictures[i].scene.kind, w is not None), []).append(n)
+    codes = large_codes[[i for i, _ in shown]]
+    def captions(number):
+        kinds = rng.choice(list(Batches.shares), number, p=list(Batches.shares.values()))
         groups_now = [groups.get((k, bool(rng.random() < word_share))) or groups.get((k, False)) or groups[k, True] for k in kinds]
         rows = [group[rng.integers(len(group))] for group in groups_now]
-        return dit_loss(pipe, latents[rows], large_codes[[shown[n][0] for n in rows]], [shown[n][1] for n in rows], g)
+        return dit_loss(pipe, latents[rows], codes[rows], [shown[n][1] for n in rows], g)
+    def changes(number):
+        starts, ends, told = edits.draw(number)
+        words = [e.target.word if e.kind in ("add", "change") else None for e in told]
+        return dit_loss(pipe, latents[ends], codes[ends], words, g, drop=0.0, sources=[Source(latents[n], ids) for n, ids in zip(starts, upsample_tokens(sources[starts], 4, 4))])
+    def next_loss():
+        if sources is None: return captions(batch)
+        (a, shown_a), (b, shown_b) = captions(batch // 2), changes(batch // 2)
+        return (a + b) / 2, shown_a | shown_b
     trained = [*pipe.transformer.parameters(), *pipe.text_encoder.parameters()]
     for p in trained: p.requires_grad_(True)
     return fit(trained, next_loss, steps, lr, weight_decay=0.01, average=0.998, name="picture decoder")
 
-# %% ../nbs/09_tiny.ipynb #c054
+# %% ../nbs/09_tiny.ipynb #c080
 def make_tiny(
     out: str = "data/tiny-glm-image",
     drawings: str = "data/drawings",
     seed: int = 0,
     ar_steps: int = 900,
     spoilt_steps: int = 750,
-    sloppy_steps: int = 1650,
+    sloppy_steps: int = 1500,
     vae_steps: int = 2000,
-    dit_steps: int = 3300,
+    dit_steps: int = 3000,
     decoder_steps: int = 1300,
+    ar_edit_steps: int = 500,
+    dit_edit_steps: int = 400,
 ):
     """Make the tiny GLM-Image from nothing and save it in diffusers' layout, bfloat16 safetensors.
 
@@ -416,9 +524,11 @@ def make_tiny(
         vae_steps: steps of 4 pictures for the autoencoder
         dit_steps: steps of 48 pictures for the picture decoder
         decoder_steps: steps of 4 pictures for the autoencoder's decoder alone, after that
+        ar_edit_steps: steps for the token writer at the end, three of 48 edits, then one of 32 sloppy captions
+        dit_edit_steps: steps for the picture decoder at the end, each of 24 pictures and 24 edits
     """
     from diffusers import GlmImagePipeline
-    if min(ar_steps, spoilt_steps, sloppy_steps, vae_steps, dit_steps, decoder_steps) < 1: raise UserError("steps must be at least 1")
+    if min(ar_steps, spoilt_steps, sloppy_steps, vae_steps, dit_steps, decoder_steps, ar_edit_steps, dit_edit_steps) < 1: raise UserError("steps must be at least 1")
     start, sheet = time.time(), Drawings(drawings)
     pictures, rng = all_pictures(sheet), np.random.default_rng(seed)
     sampler = Batches(pictures, seed)
@@ -429,18 +539,24 @@ def make_tiny(
     fit_codebook(ar, views[torch.from_numpy(rng.permutation(len(views))[:3000])], seed)
     large, preview = (torch.cat([codes_of(ar, view(x)) for x in views.split(64)]) for view in (large_view, preview_view))
     codes = torch.cat([preview, large], 1)
+    edits = EditBatches(pictures, seed + 7)
+    shown = [edits.draw_picture(n, sheet) for n in range(len(edits.shown))]
+    sources = torch.cat([source_codes(parts["processor"], ar, shown[i:i + 64]) for i in range(0, len(shown), 64)])
     history = {"token writer": train_ar(parts, pictures, codes, ar_steps, seed=seed + 1, spoil=0.0),
                "token writer, history spoilt": train_ar(parts, pictures, codes, spoilt_steps, lr=1.5e-3, seed=seed + 5),
                "token writer, sloppy captions": train_ar(parts, pictures, codes, sloppy_steps, lr=1.5e-3, seed=seed + 6, sloppy=0.77),
-               "autoencoder": train_vae(parts, pictures, sheet, vae_steps, seed=seed + 2),
-               "picture decoder": train_dit(parts, pictures, sheet, large, dit_steps, seed=seed + 3)}
+               "token writer, edits too": train_ar(parts, pictures, codes, ar_edit_steps, lr=1e-3, seed=seed + 7, sloppy=0.85, edits=edits, sources=sources),
+               "autoencoder": train_vae(parts, pictures, sheet, vae_steps, seed=seed + 2)}
+    latents = latents_of(parts["vae"], shown)
+    history["picture decoder"] = train_dit(parts, edits, latents, large, dit_steps, seed=seed + 3)
+    history["picture decoder, edits too"] = train_dit(parts, edits, latents, large, dit_edit_steps, lr=1e-3, seed=seed + 8, sources=sources)
     history["autoencoder, decoder only"] = train_vae(parts, pictures, sheet, decoder_steps, seed=seed + 4, decoder_only=True)
     with atomic_dir(out) as folder:
         GlmImagePipeline(**{k: m.eval().to(torch.bfloat16) if isinstance(m, torch.nn.Module) else m for k, m in parts.items()}).save_pretrained(folder)
         (folder / "training.json").write_text(json.dumps(history))
     print(f"{out}: made in {(time.time() - start) / 60:.0f} minutes")
 
-# %% ../nbs/09_tiny.ipynb #c057
+# %% ../nbs/09_tiny.ipynb #c083
 def main(args=None):
     "python -m glm_grpo.tiny"
     from jsonargparse import auto_cli
