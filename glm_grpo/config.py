@@ -80,7 +80,7 @@ class GRPOOptions:
 class RewardConfig:
     "What a good picture is."
     use_advanced: bool = _opt(True, "true: the weighted sum of reward.metrics; false: minus the squared distance to the target picture")
-    metrics: dict[str, float] | None = _opt(None, "weights; " + "; ".join(f"{k}: {v}" for k, v in METRICS.items()) + "; null: {scene: 1.0}, in mode i2i {edit: 1.0}")
+    metrics: dict[str, float] | None = _opt(None, "weights (0: measured, but not trained); " + "; ".join(f"{k}: {v}" for k, v in METRICS.items()) + "; null: {scene: 1.0}, in mode i2i {edit: 1.0}")
     dit_metrics: dict[str, float] | None = _opt(None, "the denoising policy's own weights, where both learn: detail and letters for it, meaning for the tokens; null: metrics")
     function: str | None = _opt(None, "your own reward instead: file.py:name; called with images [N,3,H,W] and, by their names, prompts, targets, sources, metadata; returns [N]")
     dit_function: str | None = _opt(None, "the denoising policy's own, where both learn; null: function")

@@ -153,8 +153,7 @@ def make_reward(
     def reward(function, metrics):
         if function: return load_function(function)
         if not r.use_advanced: return simple_reward_function
-        weights = {k: w for k, w in metrics.items() if w}
-        return WeightedReward({k: make[k]() for k in weights}, weights)
+        return WeightedReward({k: make[k]() for k in metrics}, metrics)       # a weight of 0: measured and written down, not trained
     tokens = reward(r.function, r.metrics)
     return dict(ar=tokens, dit=reward(r.dit_function, r.dit_metrics or r.metrics)) if both and (r.dit_function or r.dit_metrics) else tokens
 

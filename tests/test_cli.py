@@ -77,9 +77,14 @@ def wrong_inputs(folder):
         'a word for a number': (['--training.learning_rate', 'fast'], 'a number'),
         'a fraction of a step': (['--num_steps', '2.5'], 'whole number'),
         'unknown choice': (['--model.component', 'vit'], 'ar'),
-        'i2i': (['--mode', 'i2i'], 'later'),
-        'dit': (['--model.component', 'dit'], 'later'),
-        'both': (['--model.component', 'both'], 'later'),
+        'i2i without sources': (['--mode', 'i2i', *mine], 'source pictures'),
+        'an edit reward without edits': (['--reward.metrics.edit', '1'], 'i2i'),
+        'denoising that decides nothing': (['--model.component', 'dit', '--rollout.noise_level', '0'], 'noise_level'),
+        'denoising in one step': (['--model.component', 'both', '--rollout.num_inference_steps', '1'], 'at least 2'),
+        'more noise than cps has': (['--model.component', 'dit', '--rollout.noise_level', '1.5'], 'at most 1'),
+        'a reward for a half that does not learn': (['--reward.dit_metrics', '{sign: 1}'], 'model.component'),
+        'one picture of each drawing of tokens': (['--model.component', 'both', '--reward.grpo.pictures_per_sample', '1'], 'at least 2'),
+        'no such adapter layer in the DiT': (['--model.component', 'dit', '--model.dit_lora_target_modules', '[qkv]', *mine, '--reward.function', f'{folder}/green.py:green'], 'qkv'),
         'a group of one': (['--reward.grpo.num_samples', '1'], 'at least 2'),
         'not a multiple of 32': (['--data.image_size', '100'], '96'),
         'not a multiple of 32, one side': (['--data.image_size', '[128, 130]'], '128'),
@@ -241,3 +246,28 @@ def test_evaluate_a_checkpoint(folder, capsys):
     a, b = (json.loads(p.read_text()) for p in (run / 'eval.json', run / 'eval_checkpoint_final' / 'eval.json'))
     assert {k: v['rewards'] for k, v in a.items()} == {k: v['rewards'] for k, v in b.items()} and a['before']['rewards'] != a['after']['rewards']
     assert a['before']['seeds'] == a['after']['seeds'] and (run / 'eval_checkpoint_final' / 'before_after.png').is_file()
+
+
+@pytest.mark.parametrize('mode, component', [('t2i', 'dit'), ('t2i', 'both'), ('i2i', 'ar'), ('i2i', 'both')])
+def test_each_half_in_each_mode_trains_and_goes_on_bit_for_bit(folder, mode, component):
+    "1 of 2 steps, resume, 1 step == 2 steps; before the update every ratio is 1; the evaluation repeats what training wrote."
+    from glm_grpo.evaluate import main as evaluate_main
+    words = [*small(folder, '--num_steps', 2, '--training.save_interval', 1, '--rollout.num_inference_steps', 2, '--model.component', component, '--training.learning_rate', '1e-3'), '--mode', mode]
+    if mode == 'i2i': words += ['--data.prompts_file', 'data/i2i/train/prompts.jsonl', '--data.image_size', 128]
+    straight, halves = folder / 'straight', folder / 'halves'
+    assert main(*words, '--training.eval_samples', 1, '--training.eval_prompts', 2, '--output_dir', straight) == 0
+    lines = without_seconds(straight)
+    names = [''] if component != 'both' else ['', 'ar/', 'dit/']
+    assert all(abs(line[f'{n}ratio_mean'] - 1) < 1e-6 and line[f'{n}ratio_std'] < 1e-6 and line[f'{n}grad_norm'] > 0 for line in lines for n in names)
+    shutil.copytree(straight, halves)
+    shutil.rmtree(halves / 'checkpoints/checkpoint_final')
+    assert main('--resume', halves / 'checkpoints/checkpoint_step_1') == 0
+    assert without_seconds(halves) == lines
+    adapters = sorted(p.relative_to(straight) for p in (straight / 'checkpoints/checkpoint_final').rglob('adapter_model.safetensors'))
+    assert len(adapters) == max(1, len(names) - 1)
+    for path in adapters:
+        a, b = load_file(straight / path), load_file(halves / path)
+        assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a) and any(v.any() for k, v in a.items() if 'lora_B' in k)
+    assert evaluate_main(['--checkpoint', str(straight)]) == 0
+    a, b = (json.loads(p.read_text()) for p in (straight / 'eval.json', straight / 'eval_checkpoint_final' / 'eval.json'))
+    assert {k: v['rewards'] for k, v in a.items()} == {k: v['rewards'] for k, v in b.items()} and a['before']['rewards'] != a['after']['rewards']
