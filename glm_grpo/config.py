@@ -59,7 +59,7 @@ class TrainingConfig:
     output_dir: str | None = _opt(None, "folder of this run; null: a new one, outputs/run_001, outputs/run_002...")
 
 # %% ../nbs/11_config.ipynb #c014
-METRICS = dict(scene="what, colour, place, count are as the prompt says (0 or 1)", sign="share of right characters on the sign", sign_soft="how surely they are read (0 to 1)",
+METRICS = dict(scene="what, colour, place, count are as the prompt says (0 or 1)", sign="share of right characters on the sign", sign_soft="how surely they are read (-0.05 to 0.75)",
                edit="what had to change did, and the rest stayed (0 to 1)", edit_check="the scene check on an edited picture (0 or 1)", mse="minus the squared distance to the target")
 
 @dataclass

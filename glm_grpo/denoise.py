@@ -154,6 +154,7 @@ def predict_velocity(
     conditions, # Conditions of N rows
     latents, # [N, C, h, w] float32
     timestep, # float32 tensor, one number: the unbent time of `schedule`
+    together=None, # guidance as one call of 2N rows; None: on a GPU. Where the two texts differ in length, or there are sources, it is two calls all the same
 ): # [N, C, h, w] float32; has a gradient where one is wanted
     "The DiT's velocity with guidance (classifier-free, arXiv 2207.12598). A function of its arguments: it can draw a step and score it."
     c, n = conditions, len(latents)
@@ -162,12 +163,13 @@ def predict_velocity(
                            target_size=c.target_size.repeat(len(x) // n, 1), crop_coords=c.crop_coords.repeat(len(x) // n, 1), image_rotary_emb=c.image_rotary_emb, kv_caches=sources, return_dict=False)[0].float()
     all_, none = torch.arange(n, device=latents.device), torch.arange(0, device=latents.device)      # the rows whose tokens are dropped
     if c.guidance_scale <= 1: return ask(latents, c.glyphs, c.token_ids, none, c.sources)
-    if c.sources is None and c.glyphs.shape == c.no_glyphs.shape and latents.device.type != "cpu":      # of one length: one call of 2N rows (a CPU gains nothing, and adds in another order than the pipeline)
+    if together is None: together = latents.device.type != "cpu"                                      # a CPU gains nothing, and adds in another order than the pipeline
+    if together and c.sources is None and c.glyphs.shape == c.no_glyphs.shape:
         told, untold = ask(torch.cat([latents] * 2), torch.cat([c.glyphs, c.no_glyphs]), c.token_ids.repeat(2, 1), all_ + n).chunk(2)
     else: told, untold = ask(latents, c.glyphs, c.token_ids, none, c.sources), ask(latents, c.no_glyphs, c.token_ids, all_)
     return untold + c.guidance_scale * (told - untold)
 
-# %% ../nbs/07_denoise.ipynb #c053
+# %% ../nbs/07_denoise.ipynb #c055
 Step = namedtuple("Step", "index before after velocity mean log_prob")     # what `denoise` tells of a step: number, latents before and after, velocity, mean of the draw, log-prob [N]
 
 def denoise(
@@ -191,7 +193,7 @@ def denoise(
         latents = after
     return latents
 
-# %% ../nbs/07_denoise.ipynb #c057
+# %% ../nbs/07_denoise.ipynb #c059
 def decode_latents(
     parts, # a GlmImagePipeline
     latents, # [N, C, h, w] float32
@@ -203,7 +205,7 @@ def decode_latents(
     pixels = torch.cat([vae.decode(part, return_dict=False)[0] for part in (latents.to(vae.dtype) * std + mean).split(few)])
     return (pixels.float() * 0.5 + 0.5).clamp(0, 1)
 
-# %% ../nbs/07_denoise.ipynb #c060
+# %% ../nbs/07_denoise.ipynb #c062
 @dataclass
 class PictureInputs:
     "What the decoder makes N pictures of. Rows of equal tokens, prompt, sources and noise give equal pictures."
@@ -252,7 +254,7 @@ def draw_latents(
         for k, v in found.items(): out.setdefault(k, v.new_empty(n, *v.shape[1:]))[rows] = v
     return out
 
-# %% ../nbs/07_denoise.ipynb #c063
+# %% ../nbs/07_denoise.ipynb #c065
 def decode_tokens(
     parts, # a GlmImagePipeline
     large_ids, # [N, h*w] int64, ids of the large grid, each below the codebook's size
@@ -268,7 +270,7 @@ def decode_tokens(
     inputs = PictureInputs(large_ids, grid, prompts, num_inference_steps, guidance_scale, sources)
     with torch.no_grad(): return decode_latents(parts, draw_latents(parts, inputs, latents, batch_size=batch_size)["latents"])
 
-# %% ../nbs/07_denoise.ipynb #c077
+# %% ../nbs/07_denoise.ipynb #c079
 def score_latents(
     parts, # a GlmImagePipeline
     inputs, # `PictureInputs` of N rows

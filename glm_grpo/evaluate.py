@@ -25,7 +25,7 @@ def evaluate(
     metadata=None, # list of P dicts or None
     progress=None, # called with (pictures done, pictures in all) after each seed
     **options, # of generate_with_tracking: height, width, num_inference_steps, guidance_scale, temperature, top_p, batch_size
-): # dict: reward_mean, reward_std, standard_error (over prompts), pictures; prompts [P], rewards [P][S], metrics (mean of each part of a weighted reward), seeds, images (P PIL pictures of the first seed), seconds
+): # dict: reward_mean, reward_std, standard_error (over prompts), pictures; prompts [P], rewards [P][S], metrics (mean of each part of a weighted reward), seeds, images (P PIL pictures of the first seed), sources (P PIL pictures or None), seconds
     "Mean reward on prompts with seeds that training never uses. The model is left as it is. UserError, RewardError as `call_reward`."
     if not prompts or not seeds: raise UserError(f"An evaluation with {len(prompts)} prompts and {len(seeds)} seeds: give at least one of each.")
     start, columns, images, parts = time.perf_counter(), [], None, {}
@@ -40,7 +40,7 @@ def evaluate(
     rewards = torch.stack(columns, 1)
     means = rewards.mean(1)
     return dict(reward_mean=rewards.mean().item(), reward_std=rewards.std().item() if rewards.numel() > 1 else 0.0, standard_error=means.std().item() / math.sqrt(len(prompts)) if len(prompts) > 1 else 0.0,
-                pictures=rewards.numel(), prompts=list(prompts), rewards=rewards.tolist(), metrics={name: torch.stack(v).mean().item() for name, v in parts.items()}, seeds=list(seeds), images=images, seconds=time.perf_counter() - start)
+                pictures=rewards.numel(), prompts=list(prompts), rewards=rewards.tolist(), metrics={name: torch.stack(v).mean().item() for name, v in parts.items()}, seeds=list(seeds), images=images, sources=[row[0] for row in sources] if sources else None, seconds=time.perf_counter() - start)
 
 # %% ../nbs/12_evaluate.ipynb #c019
 def save_figure(
@@ -64,12 +64,16 @@ def before_after_figure(
     cols = min(3, number) if after else min(6, number)
     rows = -(-number // cols)
     binary = all(v in (0, 1) for r in shown for row in r["rewards"] for v in row)
-    k, height = len(shown) + 1, rows * 2.0 + 0.5                                          # a narrow empty column after each pair
-    fig = Figure(figsize=(cols * (1.5 * len(shown) + 0.2), height))
-    grid = fig.add_gridspec(rows, cols * k, width_ratios=([1] * len(shown) + [0.12]) * cols, top=1 - 0.5 / height, bottom=0.3 / height, hspace=0.35, wspace=0.05)
+    first = before.get("sources") is not None                                             # edits: the source stands before each pair
+    k, height = first + len(shown) + 1, rows * 2.0 + 0.5                                  # a narrow empty column after each pair
+    fig = Figure(figsize=(cols * (1.5 * (first + len(shown)) + 0.2), height))
+    grid = fig.add_gridspec(rows, cols * k, width_ratios=([1] * (first + len(shown)) + [0.12]) * cols, top=1 - 0.5 / height, bottom=0.3 / height, hspace=0.35, wspace=0.05)
     for i in range(number):
+        if first:
+            ax = fig.add_subplot(grid[i // cols, i % cols * k])
+            ax.imshow(before["sources"][i]); ax.axis("off"); ax.set_title("source", fontsize=8, pad=2)
         for j, (name, r) in enumerate(zip(("before", "after"), shown)):
-            ax, value = fig.add_subplot(grid[i // cols, i % cols * k + j]), r["rewards"][i][0]
+            ax, value = fig.add_subplot(grid[i // cols, i % cols * k + first + j]), r["rewards"][i][0]
             ax.imshow(r["images"][i]); ax.axis("off")
             good = value == 1 if binary else value >= max(s["rewards"][i][0] for s in shown)
             mark = ("\u2713" if value else "\u2717") if binary else f"{value:.2f}"
@@ -212,7 +216,7 @@ def eval_record(
     result, # of `evaluate`
 ): # dict for JSON: without pictures
     "What is written into eval.json."
-    return {k: v for k, v in result.items() if k != "images"}
+    return {k: v for k, v in result.items() if k not in ("images", "sources")}
 
 def write_eval(
     path, # of eval.json

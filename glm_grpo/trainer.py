@@ -151,7 +151,7 @@ class MinimalGRPOTrainer:
             rows, each, group = policy.samples(rollout, self.pictures)
             own = rewards[functions[name]].view(-1, each).mean(1)                      # a sample's reward is the mean of its pictures'
             samples[name] = slice_rollout(rollout, rows) | dict(rewards=own, advantages=compute_advantages(own, group, self.scale), group_size=group)
-        rollout.update(rewards=sum(rewards.values()), advantages=samples[name]["advantages"], samples=samples)
+        rollout.update(source_images=given["sources"], rewards=sum(rewards.values()), advantages=samples[name]["advantages"], samples=samples)
         rollout["seconds"] = dict(rollout=drawn - start, reward=time.perf_counter() - drawn)
         return rollout
 
@@ -295,7 +295,7 @@ class JsonlLogger(Callback):
 
 # %% ../nbs/10_trainer.ipynb #c096
 def sample_grid(
-    rollout, # dict with prompts (list of N), image_tensors [N, 3, H, W] in [0, 1], rewards [N]
+    rollout, # dict with prompts (list of N), image_tensors [N, 3, H, W] in [0, 1], rewards [N]; perhaps source_images (N lists of PIL pictures): the first is shown on the left
     group_size, # G
     groups=4, # at most so many groups, from the first on
     side=160, # larger pictures are made smaller than this, in pixels
@@ -304,17 +304,21 @@ def sample_grid(
     from PIL import Image, ImageDraw, ImageFont
     rewards, rows = rollout["rewards"].view(-1, group_size)[:groups], []
     pictures = tensor_to_pil(rollout["image_tensors"][:rewards.numel()])
-    for p in pictures: p.thumbnail((side, side))
-    w, h = max(pictures[0].width, 40), pictures[0].height
+    sources = [row[0].copy() for row in (rollout.get("source_images") or ())[:len(pictures):group_size]]
+    for p in (*pictures, *sources): p.thumbnail((side, side))
+    w, h, first = max(pictures[0].width, 40), pictures[0].height, bool(sources)
     font, line = ImageFont.load_default(11), 16
-    sheet = Image.new("RGB", ((w + 4)*group_size + 4, (h + 2*line + 6)*len(rewards)), "white")
+    sheet = Image.new("RGB", ((w + 4)*(group_size + first) + 4, (h + 2*line + 6)*len(rewards)), "white")
     draw = ImageDraw.Draw(sheet)
     for i, row in enumerate(rewards):
         y = i*(h + 2*line + 6)
         draw.text((4, y + 1), rollout["prompts"][i*group_size], fill="black", font=font)
+        if first:
+            sheet.paste(sources[i], (4, y + line))
+            draw.text((4, y + line + h), "source", fill="gray", font=font)
         for j, k in enumerate(row.argsort(descending=True, stable=True).tolist()):
-            sheet.paste(pictures[i*group_size + k], (4 + j*(w + 4), y + line))
-            draw.text((4 + j*(w + 4), y + line + h), f"{row[k]:.3f}", fill="gray", font=font)
+            sheet.paste(pictures[i*group_size + k], (4 + (j + first)*(w + 4), y + line))
+            draw.text((4 + (j + first)*(w + 4), y + line + h), f"{row[k]:.3f}", fill="gray", font=font)
     return sheet
 
 # %% ../nbs/10_trainer.ipynb #c099
