@@ -6,11 +6,12 @@
 __all__ = ['REAL_AR', 'REAL_DIT', 'REAL_VAE', 'REAL_BYT5', 'REAL', 'wait_for', 'clock', 'peak_memory', 'machine_name',
            'circumstances', 'generate_tokens', 'own_random_numbers', 'measure_drawing', 'plain_logprobs',
            'whole_picture', 'brightness', 'PlainTrainer', 'measure_step', 'in_own_process', 'measure_groups',
-           'pipeline_pictures', 'difference_to_pipeline', 'measure_pictures', 'count_flops', 'product_speed',
-           'table_row', 'to_markdown', 'save_table', 'smooth', 'time_to_match', 'learn_in_turns', 'measure_windows',
-           'windows_figure', 'build_ar', 'build_dit', 'bytes_a_step', 'copy_bandwidth', 'made_up_prompts',
-           'measure_full_size', 'build_vae', 'build_byt5', 'build_pipeline', 'wrap', 'numbered', 'measure_full_step',
-           'full_size_bench', 'full_step_rows', 'full_step_notes', 'run_bench', 'dit_bench', 'main']
+           'pipeline_pictures', 'difference_to_pipeline', 'count_flops', 'product_speed', 'picture_flops',
+           'measure_pictures', 'table_row', 'to_markdown', 'save_table', 'smooth', 'time_to_match', 'learn_in_turns',
+           'measure_windows', 'windows_figure', 'build_ar', 'build_dit', 'bytes_a_step', 'copy_bandwidth',
+           'made_up_prompts', 'measure_full_size', 'build_vae', 'build_byt5', 'build_pipeline', 'wrap', 'numbered',
+           'measure_full_step', 'full_size_bench', 'full_step_rows', 'full_step_notes', 'run_bench', 'dit_bench',
+           'main']
 
 # %% ../nbs/14_bench.ipynb #c003
 import argparse, contextlib, copy, datetime, json, math, os, platform, re, resource, shlex, statistics, subprocess, sys, time, unittest.mock
@@ -295,40 +296,7 @@ def difference_to_pipeline(
     plain = {way: torch.cat([again(i, n) for i in range(0, len(rows), n)]) for way, n in dict(one=1, group=group_size).items()}
     return {way: (x - r["image_tensors"]).abs().max().item() for way, x in plain.items()}, r["image_tensors"], plain["group"]
 
-# %% ../nbs/14_bench.ipynb #c049
-def measure_pictures(
-    way, # "ours"; "one": a pipeline call a picture; "group": a pipeline call a group
-    model_name="data/tiny-glm-image",
-    prompts=("a cat in the middle on a red ground",),
-    group_size=8,
-    height=128, width=128, # pixels
-    num_inference_steps=10,
-    guidance_scale=1.5,
-    window=2, # ours: decisions
-    batch_size=8, # ours: pictures at a time; the plain ways have one, or the group
-    repeats=1,
-    threads=None, # of torch; None: as it is
-    cpu_time=False, # True: seconds of the processor, see `clock`
-    device=None,
-): # dict: pictures, seconds (list), peak_bytes, start_bytes, flops (ours: multiplications and additions of one drawing)
-    "Draw groups of pictures in this process, after a small one that is not clocked. For the peak of memory use `in_own_process`."
-    if threads: torch.set_num_threads(threads)
-    device, timer = pick_device(device), time.process_time if cpu_time else time.perf_counter
-    start = 0 if device.type == "cuda" else peak_memory()
-    model = GLMImageWrapper(model_name, "dit", lora=True, device=device)
-    size = dict(height=height, width=width, num_inference_steps=num_inference_steps, guidance_scale=guidance_scale)
-    def draw(prompts, g):
-        if way == "ours": model.generate_with_tracking([p for p in prompts for _ in range(g)], window=window, sde_type="cps", batch_size=batch_size, score_batch_size=batch_size, **size)
-        for p in prompts if way != "ours" else []:
-            for n in [1] * g if way == "one" else [g]: pipeline_pictures(model, p, n, **size)
-    with own_random_numbers(device):
-        draw(prompts[:1], 1)
-        seconds = clock(dict(draw=lambda: draw(prompts, group_size)), repeats, device, timer, first=False)["draw"]
-        peak = peak_memory(device)
-        flops = count_flops(lambda: draw(prompts, group_size), device) if way == "ours" else None
-    return dict(pictures=len(prompts) * group_size, seconds=seconds, peak_bytes=peak, start_bytes=start, flops=flops)
-
-# %% ../nbs/14_bench.ipynb #c051
+# %% ../nbs/14_bench.ipynb #c050
 def count_flops(
     f, # function without arguments; is called once
     device="cpu",
@@ -350,7 +318,49 @@ def product_speed(
     x = torch.ones(n, n, device=device, dtype=dtype)
     return 2 * n**3 / min(clock(dict(product=lambda: x @ x), repeats, device)["product"])
 
-# %% ../nbs/14_bench.ipynb #c061
+# %% ../nbs/14_bench.ipynb #c053
+def picture_flops(
+    model, # GLMImageWrapper that trains the DiT
+    rollout, # of `generate_with_tracking`
+): # int
+    "Operations of one picture of a rollout: denoising (without noise, which costs nothing) and decoding. Drawing tokens is not in it: that waits for memory."
+    one = slice_rollout(rollout, slice(0, 1)) | dict(decisions=())
+    return count_flops(lambda: model.decode(one | model._draw_latents(one, None, 1)), model.device)
+
+# %% ../nbs/14_bench.ipynb #c056
+def measure_pictures(
+    way, # "ours"; "one": a pipeline call a picture; "group": a pipeline call a group
+    model_name="data/tiny-glm-image",
+    prompts=("a cat in the middle on a red ground",),
+    group_size=8,
+    height=128, width=128, # pixels
+    num_inference_steps=10,
+    guidance_scale=1.5,
+    window=2, # ours: decisions
+    batch_size=8, # ours: pictures at a time; the plain ways have one, or the group
+    repeats=1,
+    threads=None, # of torch; None: as it is
+    cpu_time=False, # True: seconds of the processor, see `clock`
+    device=None,
+): # dict: pictures, seconds (list), peak_bytes, start_bytes, flops (ours: operations of all pictures, see `picture_flops`)
+    "Draw groups of pictures in this process, after a small one that is not clocked. For the peak of memory use `in_own_process`."
+    if threads: torch.set_num_threads(threads)
+    device, timer = pick_device(device), time.process_time if cpu_time else time.perf_counter
+    start = 0 if device.type == "cuda" else peak_memory()
+    model = GLMImageWrapper(model_name, "dit", lora=True, device=device)
+    size = dict(height=height, width=width, num_inference_steps=num_inference_steps, guidance_scale=guidance_scale)
+    def draw(prompts, g):
+        if way == "ours": return model.generate_with_tracking([p for p in prompts for _ in range(g)], window=window, sde_type="cps", batch_size=batch_size, score_batch_size=batch_size, **size)
+        for p in prompts if way != "ours" else []:
+            for n in [1] * g if way == "one" else [g]: pipeline_pictures(model, p, n, **size)
+    with own_random_numbers(device):
+        draw(prompts[:1], 1)
+        seconds = clock(dict(draw=lambda: draw(prompts, group_size)), repeats, device, timer, first=False)["draw"]
+        peak = peak_memory(device)
+        flops = len(prompts) * group_size * picture_flops(model, draw(prompts[:1], 1)) if way == "ours" else None
+    return dict(pictures=len(prompts) * group_size, seconds=seconds, peak_bytes=peak, start_bytes=start, flops=flops)
+
+# %% ../nbs/14_bench.ipynb #c063
 def table_row(
     name, # what was measured
     ours, plain, # numbers
@@ -388,7 +398,7 @@ def save_table(
     with atomic_write(path.with_suffix(".md")) as f: f.write(to_markdown(result))
     return path
 
-# %% ../nbs/14_bench.ipynb #c064
+# %% ../nbs/14_bench.ipynb #c066
 def smooth(
     values, # list of numbers
     width=3,
@@ -407,7 +417,7 @@ def time_to_match(
     seconds, there = curve[a.index(best)]["seconds"], next((x["seconds"] for x, v in zip(other, b) if v >= best), None)
     return dict(best=best, seconds=seconds, other_best=max(b), other_seconds=there, ratio=seconds / there if there else None)
 
-# %% ../nbs/14_bench.ipynb #c067
+# %% ../nbs/14_bench.ipynb #c069
 def learn_in_turns(
     trainers, # dict: name -> MinimalGRPOTrainer; the first sets the time
     prompts, # list, taken in order
@@ -442,7 +452,7 @@ def learn_in_turns(
         if curves[name]["looks"][-1]["step"] < t.step: note(name)
     return curves
 
-# %% ../nbs/14_bench.ipynb #c072
+# %% ../nbs/14_bench.ipynb #c074
 def measure_windows(
     model_name="data/tiny-glm-image",
     prompts_file="data/words/train/prompts.txt",
@@ -508,7 +518,7 @@ def windows_figure(
     ax.set(xlabel="seconds of training", ylabel="held-out reward"); ax.legend(fontsize=7)
     return fig
 
-# %% ../nbs/14_bench.ipynb #c078
+# %% ../nbs/14_bench.ipynb #c080
 REAL_AR = dict(text_config=dict(hidden_size=4096, num_hidden_layers=40, num_attention_heads=32, num_key_value_heads=2, intermediate_size=13696, vocab_size=168064, vision_vocab_size=16512,
                                 rope_parameters=dict(rope_type="default", rope_theta=10000.0, mrope_section=[8, 12, 12], partial_rotary_factor=0.5)),
                vision_config=dict(depth=40, hidden_size=1536, num_heads=16, patch_size=16, intermediate_size=6144), vq_config=dict(num_embeddings=16384, embed_dim=2048, latent_channels=1536))
@@ -534,7 +544,7 @@ def build_dit(
     from diffusers import GlmImageTransformer2DModel
     with torch.device(device): return GlmImageTransformer2DModel(**config).eval().requires_grad_(False)
 
-# %% ../nbs/14_bench.ipynb #c082
+# %% ../nbs/14_bench.ipynb #c084
 def bytes_a_step(
     ar, # GlmImageForConditionalGeneration
 ): # int
@@ -552,7 +562,7 @@ def copy_bandwidth(
     b = torch.empty_like(a)
     return 2 * size / min(clock(dict(copy=lambda: b.copy_(a)), repeats, device)["copy"])
 
-# %% ../nbs/14_bench.ipynb #c085
+# %% ../nbs/14_bench.ipynb #c087
 def made_up_prompts(
     P, # prompts
     L, # tokens each
@@ -565,7 +575,7 @@ def made_up_prompts(
     positions = layout_positions([L, *grids]).unsqueeze(1).expand(3, P, -1)
     return PromptInputs(ids, torch.ones_like(ids), positions[..., :L], positions[..., L:], list(grids)).to(device)
 
-# %% ../nbs/14_bench.ipynb #c087
+# %% ../nbs/14_bench.ipynb #c089
 def measure_full_size(
     ar, # GlmImageForConditionalGeneration with random weights
     batch=32, # rows
@@ -610,7 +620,7 @@ def measure_full_size(
     say(f"scoring {score_rows} pictures with gradient: {score_seconds:.2f} s, peak {peak['score'] / 1e9:.1f} GB")
     return dict(rows=rows, batch=batch, tokens=T, seconds_step=step, seconds_floor=floor, bandwidth=bandwidth, bytes_a_step=bytes_a_step(ar), peak_bytes=peak, score_rows=score_rows, score_seconds=score_seconds)
 
-# %% ../nbs/14_bench.ipynb #c093
+# %% ../nbs/14_bench.ipynb #c095
 REAL_VAE = dict(down_block_types=["DownEncoderBlock2D"] * 4, up_block_types=["UpDecoderBlock2D"] * 4, block_out_channels=[128, 512, 1024, 1024], layers_per_block=3, latent_channels=16, norm_num_groups=32, sample_size=1024,
                 mid_block_add_attention=False, use_quant_conv=False, use_post_quant_conv=False, latents_mean=[0.0] * 16, latents_std=[1.0] * 16, scaling_factor=1.0)
 REAL_BYT5 = dict(vocab_size=384, d_model=1472, d_kv=64, d_ff=3584, num_layers=12, num_heads=6, feed_forward_proj="gated-gelu", dropout_rate=0.0)
@@ -658,7 +668,7 @@ def wrap(
     with unittest.mock.patch.object(sys.modules[GLMImageWrapper.__module__], "load_pipeline", lambda *_: pipe):
         return GLMImageWrapper("GLM-Image with random weights", torch_dtype=pipe.dtype, device=pipe.device, **options)
 
-# %% ../nbs/14_bench.ipynb #c098
+# %% ../nbs/14_bench.ipynb #c100
 def numbered(images): # [N, 3, H, W] -> [N]
     "A reward that costs nothing and differs within each group, so that the update leaves no picture out."
     return torch.arange(len(images)).float()
@@ -672,7 +682,7 @@ def measure_full_step(
     window=2, # decisions
     prompt='a small shop at night with a sign that says "OPEN LATE"',
     say=print,
-): # dict: seconds_draw, seconds_update, peak_draw, peak_update (bytes), flops_draw, floor_draw (seconds), metrics
+): # dict: seconds_draw, seconds_update, peak_draw, peak_update (bytes), flops_pictures, floor_pictures (seconds), metrics
     "One training step of both halves, one picture scored at a time, after a small one that is not clocked."
     device, N = model.device, group_size * pictures
     def trainer(g, size, steps):
@@ -690,13 +700,11 @@ def measure_full_step(
     say(f"drawing {N} pictures: {seconds_draw:.1f} s, peak {peak_draw / 1e9:.1f} GB")
     metrics, seconds_update, peak_update = timed(lambda: t.learn(rollout))
     say(f"the update: {seconds_update:.1f} s, peak {peak_update / 1e9:.1f} GB")
-    one = slice_rollout(rollout, slice(0, 1))
-    def denoise(): model._draw_latents(one | dict(decisions=()), None, 1)                   # one picture's steps; the others are the same work
-    flops = N * count_flops(denoise, device)
-    return dict(pictures=N, seconds_draw=seconds_draw, seconds_update=seconds_update, peak_draw=peak_draw, peak_update=peak_update, flops_denoise=flops,
-                floor_denoise=flops / product_speed(device, model.dtype, 8192 if device.type == "cuda" else 512), metrics=metrics)
+    flops = N * picture_flops(model, rollout)
+    return dict(pictures=N, seconds_draw=seconds_draw, seconds_update=seconds_update, peak_draw=peak_draw, peak_update=peak_update, flops_pictures=flops,
+                floor_pictures=flops / product_speed(device, model.dtype, 8192 if device.type == "cuda" else 512), metrics=metrics)
 
-# %% ../nbs/14_bench.ipynb #c103
+# %% ../nbs/14_bench.ipynb #c105
 def full_size_bench(
     batch=32, # rows of the AR part
     image_size=512, # pixels of the AR part
@@ -727,7 +735,7 @@ def full_step_rows(
     "Peak memory against a GPU of 80 GB, drawing against its floor."
     peak = max(step["peak_draw"], step["peak_update"]) / 1e9
     return [table_row(f"peak memory of a step of {step['pictures']} pictures, both halves (plain: a GPU of 80 GB)", peak, 80.0, "GB", wanted=1),
-            table_row("drawing them, tokens included (plain: the floor of the denoising alone)", step["seconds_draw"], step["floor_denoise"], "s")]
+            table_row("drawing them, tokens included (plain: the floor of denoising and decoding alone)", step["seconds_draw"], step["floor_pictures"], "s")]
 
 def full_step_notes(
     step, # of `measure_full_step`
@@ -735,9 +743,9 @@ def full_step_notes(
 ): # list of str
     "What the whole step is made of."
     return [f"Whole step: AR, DiT, VAE and ByT5 of GLM-Image's own sizes, LoRA on both halves, 1024 x 1024 pixels, 4 drawings of tokens with 2 pictures each, {num_inference_steps} denoising steps with guidance, a window of 2, gradient checkpointing, one picture scored at a time.",
-            f"Drawing {step['seconds_draw']:.1f} s (peak {step['peak_draw'] / 1e9:.1f} GB), the update {step['seconds_update']:.1f} s (peak {step['peak_update'] / 1e9:.1f} GB). Floor of the denoising: {step['flops_denoise'] / 1e12:,.0f} trillion operations at the speed of one large product in the same run, {step['floor_denoise']:.1f} s."]
+            f"Drawing {step['seconds_draw']:.1f} s (peak {step['peak_draw'] / 1e9:.1f} GB), the update {step['seconds_update']:.1f} s (peak {step['peak_update'] / 1e9:.1f} GB). Floor of denoising and decoding: {step['flops_pictures'] / 1e12:,.0f} trillion operations at the speed of one large product in the same run, {step['floor_pictures']:.1f} s."]
 
-# %% ../nbs/14_bench.ipynb #c107
+# %% ../nbs/14_bench.ipynb #c109
 def run_bench(
     model_name="data/tiny-glm-image",
     prompts_file="data/t2i/train/prompts.txt",
@@ -789,7 +797,7 @@ def run_bench(
     if cpu_time: notes.append("Others used the machine at the same time: the seconds are those of the processor that these processes used, not the clock's.")
     return dict(circumstances=circumstances(device, command), options=options, rows=rows, groups=lines, drawing=drawing, step=step, notes=notes)
 
-# %% ../nbs/14_bench.ipynb #c109
+# %% ../nbs/14_bench.ipynb #c111
 def dit_bench(
     model_name="data/tiny-glm-image",
     prompts_file="data/words/train/prompts.txt",
@@ -830,7 +838,7 @@ def dit_bench(
     floor, n = pictures["ours"][0]["flops"] / speed, f"{num_prompts} x {group_size} pictures"
     rows = [table_row(f"drawing {n} (plain: a pipeline call a {'picture' if way == 'one' else 'group'})", middle(pictures["ours"]), middle(pictures[way]), "s") for way in ("one", "group")]
     rows += [table_row(f"peak memory of it (plain: a pipeline call a {'picture' if way == 'one' else 'group'})", peak(pictures["ours"]), peak(pictures[way]), "MB") for way in ("one", "group")]
-    rows.append(table_row("drawing them (plain: the floor, all products at full speed)", middle(pictures["ours"]), floor, "s"))
+    rows.append(table_row("drawing them, tokens included (plain: the floor of denoising and decoding alone)", middle(pictures["ours"]), floor, "s"))
     first = next(iter(steps))
     for w in list(steps)[1:]:
         rows += [table_row(f"a training step of {n}, window {w} (plain: window {first})", middle(steps[w]), middle(steps[first]), "s"), table_row(f"peak memory of it, window {w} (plain: window {first})", peak(steps[w]), peak(steps[first]), "MB")]
@@ -838,13 +846,13 @@ def dit_bench(
     notes = [f"{image_size} x {image_size} pixels, {num_inference_steps} denoising steps, guidance {guidance_scale:g} in all ways, medians of {repeats} processes in turns, {micro_batch_size} pictures at a time in ours.",
              f"Without noise, ours and the pipeline's pictures of the same tokens and first noise differ by at most {max(difference.values()):.1e} (of 1).",
              "Drawing, plain: tokens by generate and a GlmImagePipeline call with them, for each picture or for each group (num_images_per_prompt). Ours draws the tokens of a prompt once, and scores them and the decisions, too.",
-             f"Floor: {pictures['ours'][0]['flops'] / 1e9:,.0f} billion operations of matrix products at {speed / 1e9:,.0f} billion a second, that of one large product in the same run.",
+             f"Floor: {pictures['ours'][0]['flops'] / 1e9:,.0f} billion operations of denoising and decoding at {speed / 1e9:,.0f} billion a second, that of one large product in the same run.",
              "Window: the first so many of the denoising steps decide; LoRA, no KL, AdamW, a reward that costs nothing, gradient of one decision at a time, so memory hardly depends on the window. Drawing and update, in seconds: "
              + ", ".join(f"{t['window']}: {t['seconds_rollout']:.1f} + {t['seconds_update']:.1f}" for t in table) + "."]
     if cpu_time: notes.append("Others used the machine at the same time: the seconds are those of the processor that these processes used, not the clock's (but for drawing and update of the last note).")
     return dict(circumstances=circumstances(device, command), options=options, rows=rows, difference=difference, pictures=pictures, windows=table, steps=steps, notes=notes)
 
-# %% ../nbs/14_bench.ipynb #c112
+# %% ../nbs/14_bench.ipynb #c114
 _LEAST = dict(group=2, cpu_time=0)
 
 def main(
