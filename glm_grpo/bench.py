@@ -211,7 +211,7 @@ def measure_step(
     device=None,
     component="ar", # ours: which policy trains
     rollout=None, # ours: dict, more of `generate_with_tracking`: window...
-): # dict: pictures, seconds (list), peak_bytes, start_bytes (before the model was loaded; 0 on a GPU), metrics of the last step
+): # dict: pictures, decisions (of a picture's denoising), seconds (list), peak_bytes, start_bytes (before the model was loaded; 0 on a GPU), metrics of the last step
     "Some training steps in this process, after a small one that is not clocked. For the peak of memory use `in_own_process`."
     if threads: torch.set_num_threads(threads)
     device, timer = pick_device(device), time.process_time if cpu_time else time.perf_counter
@@ -230,7 +230,7 @@ def measure_step(
             wait_for(device); begin = timer()
             step()
             wait_for(device); seconds.append(timer() - begin)
-    return dict(pictures=len(prompts) * group_size, seconds=seconds, peak_bytes=peak_memory(device), start_bytes=start, metrics={k: float(v) for k, v in last.items()})
+    return dict(pictures=len(prompts) * group_size, decisions=len((getattr(whole, 'last_rollout', None) or {}).get('decisions', ())), seconds=seconds, peak_bytes=peak_memory(device), start_bytes=start, metrics={k: float(v) for k, v in last.items()})
 
 def in_own_process(
     measure="measure_step", # or "measure_pictures"
@@ -318,7 +318,7 @@ def product_speed(
     x = torch.ones(n, n, device=device, dtype=dtype)
     return 2 * n**3 / min(clock(dict(product=lambda: x @ x), repeats, device)["product"])
 
-# %% ../nbs/14_bench.ipynb #c053
+# %% ../nbs/14_bench.ipynb #c054
 def picture_flops(
     model, # GLMImageWrapper that trains the DiT
     rollout, # of `generate_with_tracking`
@@ -327,7 +327,7 @@ def picture_flops(
     one = slice_rollout(rollout, slice(0, 1)) | dict(decisions=())
     return count_flops(lambda: model.decode(one | model._draw_latents(one, None, 1)), model.device)
 
-# %% ../nbs/14_bench.ipynb #c056
+# %% ../nbs/14_bench.ipynb #c058
 def measure_pictures(
     way, # "ours"; "one": a pipeline call a picture; "group": a pipeline call a group
     model_name="data/tiny-glm-image",
@@ -360,7 +360,7 @@ def measure_pictures(
         flops = len(prompts) * group_size * picture_flops(model, draw(prompts[:1], 1)) if way == "ours" else None
     return dict(pictures=len(prompts) * group_size, seconds=seconds, peak_bytes=peak, start_bytes=start, flops=flops)
 
-# %% ../nbs/14_bench.ipynb #c063
+# %% ../nbs/14_bench.ipynb #c067
 def table_row(
     name, # what was measured
     ours, plain, # numbers
@@ -398,7 +398,7 @@ def save_table(
     with atomic_write(path.with_suffix(".md")) as f: f.write(to_markdown(result))
     return path
 
-# %% ../nbs/14_bench.ipynb #c066
+# %% ../nbs/14_bench.ipynb #c070
 def smooth(
     values, # list of numbers
     width=3,
@@ -417,7 +417,7 @@ def time_to_match(
     seconds, there = curve[a.index(best)]["seconds"], next((x["seconds"] for x, v in zip(other, b) if v >= best), None)
     return dict(best=best, seconds=seconds, other_best=max(b), other_seconds=there, ratio=seconds / there if there else None)
 
-# %% ../nbs/14_bench.ipynb #c069
+# %% ../nbs/14_bench.ipynb #c074
 def learn_in_turns(
     trainers, # dict: name -> MinimalGRPOTrainer; the first sets the time
     prompts, # list, taken in order
@@ -452,7 +452,7 @@ def learn_in_turns(
         if curves[name]["looks"][-1]["step"] < t.step: note(name)
     return curves
 
-# %% ../nbs/14_bench.ipynb #c074
+# %% ../nbs/14_bench.ipynb #c079
 def measure_windows(
     model_name="data/tiny-glm-image",
     prompts_file="data/words/train/prompts.txt",
@@ -490,7 +490,9 @@ def measure_windows(
         both = WeightedReward(dict(soft=SignReader(soft=True), right=sign_reward), dict(soft=1.0, right=0.0))
         found = evaluate(model, held, both, seeds=range(seeds), noise_level=0.0, batch_size=num_prompts * group_size, **size)
         return dict(reward=found["reward_mean"], right=found["metrics"]["right"])
-    curves = learn_in_turns(dict(all=trainer(None), window=trainer(window)), prompts, num_prompts, steps, look, every, timer, say)
+    trainers = dict(all=trainer(None), window=trainer(window))
+    curves = learn_in_turns(trainers, prompts, num_prompts, steps, look, every, timer, say)
+    for name, t in trainers.items(): curves[name]["decisions"] = len(t.last_rollout["decisions"])
     match = time_to_match(curves["all"]["looks"], curves["window"]["looks"])
     a_step = {k: statistics.median(b["seconds"] - a["seconds"] for a, b in zip([dict(seconds=0.0)] + c["steps"], c["steps"])) for k, c in curves.items()}
     what = f"a window of {window} ({window_kind})"
@@ -518,7 +520,7 @@ def windows_figure(
     ax.set(xlabel="seconds of training", ylabel="held-out reward"); ax.legend(fontsize=7)
     return fig
 
-# %% ../nbs/14_bench.ipynb #c080
+# %% ../nbs/14_bench.ipynb #c087
 REAL_AR = dict(text_config=dict(hidden_size=4096, num_hidden_layers=40, num_attention_heads=32, num_key_value_heads=2, intermediate_size=13696, vocab_size=168064, vision_vocab_size=16512,
                                 rope_parameters=dict(rope_type="default", rope_theta=10000.0, mrope_section=[8, 12, 12], partial_rotary_factor=0.5)),
                vision_config=dict(depth=40, hidden_size=1536, num_heads=16, patch_size=16, intermediate_size=6144), vq_config=dict(num_embeddings=16384, embed_dim=2048, latent_channels=1536))
@@ -544,7 +546,7 @@ def build_dit(
     from diffusers import GlmImageTransformer2DModel
     with torch.device(device): return GlmImageTransformer2DModel(**config).eval().requires_grad_(False)
 
-# %% ../nbs/14_bench.ipynb #c084
+# %% ../nbs/14_bench.ipynb #c091
 def bytes_a_step(
     ar, # GlmImageForConditionalGeneration
 ): # int
@@ -562,7 +564,7 @@ def copy_bandwidth(
     b = torch.empty_like(a)
     return 2 * size / min(clock(dict(copy=lambda: b.copy_(a)), repeats, device)["copy"])
 
-# %% ../nbs/14_bench.ipynb #c087
+# %% ../nbs/14_bench.ipynb #c094
 def made_up_prompts(
     P, # prompts
     L, # tokens each
@@ -575,7 +577,7 @@ def made_up_prompts(
     positions = layout_positions([L, *grids]).unsqueeze(1).expand(3, P, -1)
     return PromptInputs(ids, torch.ones_like(ids), positions[..., :L], positions[..., L:], list(grids)).to(device)
 
-# %% ../nbs/14_bench.ipynb #c089
+# %% ../nbs/14_bench.ipynb #c096
 def measure_full_size(
     ar, # GlmImageForConditionalGeneration with random weights
     batch=32, # rows
@@ -620,7 +622,7 @@ def measure_full_size(
     say(f"scoring {score_rows} pictures with gradient: {score_seconds:.2f} s, peak {peak['score'] / 1e9:.1f} GB")
     return dict(rows=rows, batch=batch, tokens=T, seconds_step=step, seconds_floor=floor, bandwidth=bandwidth, bytes_a_step=bytes_a_step(ar), peak_bytes=peak, score_rows=score_rows, score_seconds=score_seconds)
 
-# %% ../nbs/14_bench.ipynb #c095
+# %% ../nbs/14_bench.ipynb #c102
 REAL_VAE = dict(down_block_types=["DownEncoderBlock2D"] * 4, up_block_types=["UpDecoderBlock2D"] * 4, block_out_channels=[128, 512, 1024, 1024], layers_per_block=3, latent_channels=16, norm_num_groups=32, sample_size=1024,
                 mid_block_add_attention=False, use_quant_conv=False, use_post_quant_conv=False, latents_mean=[0.0] * 16, latents_std=[1.0] * 16, scaling_factor=1.0)
 REAL_BYT5 = dict(vocab_size=384, d_model=1472, d_kv=64, d_ff=3584, num_layers=12, num_heads=6, feed_forward_proj="gated-gelu", dropout_rate=0.0)
@@ -653,9 +655,10 @@ def build_pipeline(
     tokenizer = make_tokenizer(["a picture"], codes, text["vision_vocab_size"] - codes)
     if len(tokenizer) > text["vocab_size"]: raise ValueError(f"vocab_size {text['vocab_size']}: the tokenizer has {len(tokenizer)} words")
     ids = dict(image_start_token_id=codes, image_end_token_id=codes + 1, image_token_id=tokenizer.convert_tokens_to_ids("<|image|>"))
-    dit = build_dit(sizes["dit"], device).to(dtype)                     # first: for a moment it is there in float32
+    cast = lambda part: torch.nn.Module.to(part, dtype)                 # diffusers' own `to` warns of layers that should stay float32, even if there are none
+    dit = cast(build_dit(sizes["dit"], device))                         # first: for a moment it is there in float32
     ar = build_ar(dict(sizes["ar"], text_config=dict(text, eos_token_id=codes + 1, pad_token_id=tokenizer.pad_token_id), **ids), device, dtype)
-    parts = make_parts(tokenizer, codes) | dict(transformer=dit, vision_language_encoder=ar, vae=build_vae(sizes["vae"], device).to(dtype), text_encoder=build_byt5(sizes["byt5"], device).to(dtype))
+    parts = make_parts(tokenizer, codes) | dict(transformer=dit, vision_language_encoder=ar, vae=cast(build_vae(sizes["vae"], device)), text_encoder=cast(build_byt5(sizes["byt5"], device)))
     pipe = GlmImagePipeline(**parts)
     pipe.set_progress_bar_config(disable=True)
     return pipe
@@ -668,7 +671,7 @@ def wrap(
     with unittest.mock.patch.object(sys.modules[GLMImageWrapper.__module__], "load_pipeline", lambda *_: pipe):
         return GLMImageWrapper("GLM-Image with random weights", torch_dtype=pipe.dtype, device=pipe.device, **options)
 
-# %% ../nbs/14_bench.ipynb #c100
+# %% ../nbs/14_bench.ipynb #c109
 def numbered(images): # [N, 3, H, W] -> [N]
     "A reward that costs nothing and differs within each group, so that the update leaves no picture out."
     return torch.arange(len(images)).float()
@@ -704,7 +707,7 @@ def measure_full_step(
     return dict(pictures=N, seconds_draw=seconds_draw, seconds_update=seconds_update, peak_draw=peak_draw, peak_update=peak_update, flops_pictures=flops,
                 floor_pictures=flops / product_speed(device, model.dtype, 8192 if device.type == "cuda" else 512), metrics=metrics)
 
-# %% ../nbs/14_bench.ipynb #c105
+# %% ../nbs/14_bench.ipynb #c114
 def full_size_bench(
     batch=32, # rows of the AR part
     image_size=512, # pixels of the AR part
@@ -745,7 +748,7 @@ def full_step_notes(
     return [f"Whole step: AR, DiT, VAE and ByT5 of GLM-Image's own sizes, LoRA on both halves, 1024 x 1024 pixels, 4 drawings of tokens with 2 pictures each, {num_inference_steps} denoising steps with guidance, a window of 2, gradient checkpointing, one picture scored at a time.",
             f"Drawing {step['seconds_draw']:.1f} s (peak {step['peak_draw'] / 1e9:.1f} GB), the update {step['seconds_update']:.1f} s (peak {step['peak_update'] / 1e9:.1f} GB). Floor of denoising and decoding: {step['flops_pictures'] / 1e12:,.0f} trillion operations at the speed of one large product in the same run, {step['floor_pictures']:.1f} s."]
 
-# %% ../nbs/14_bench.ipynb #c109
+# %% ../nbs/14_bench.ipynb #c118
 def run_bench(
     model_name="data/tiny-glm-image",
     prompts_file="data/t2i/train/prompts.txt",
@@ -797,7 +800,7 @@ def run_bench(
     if cpu_time: notes.append("Others used the machine at the same time: the seconds are those of the processor that these processes used, not the clock's.")
     return dict(circumstances=circumstances(device, command), options=options, rows=rows, groups=lines, drawing=drawing, step=step, notes=notes)
 
-# %% ../nbs/14_bench.ipynb #c111
+# %% ../nbs/14_bench.ipynb #c120
 def dit_bench(
     model_name="data/tiny-glm-image",
     prompts_file="data/words/train/prompts.txt",
@@ -852,9 +855,7 @@ def dit_bench(
     if cpu_time: notes.append("Others used the machine at the same time: the seconds are those of the processor that these processes used, not the clock's (but for drawing and update of the last note).")
     return dict(circumstances=circumstances(device, command), options=options, rows=rows, difference=difference, pictures=pictures, windows=table, steps=steps, notes=notes)
 
-# %% ../nbs/14_bench.ipynb #c114
-_LEAST = dict(group=2, cpu_time=0)
-
+# %% ../nbs/14_bench.ipynb #c124
 def main(
     argv=None, # words of the command line; None: those of this process
 ): # int, status
