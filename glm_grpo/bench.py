@@ -417,7 +417,7 @@ def time_to_match(
     seconds, there = curve[a.index(best)]["seconds"], next((x["seconds"] for x, v in zip(other, b) if v >= best), None)
     return dict(best=best, seconds=seconds, other_best=max(b), other_seconds=there, ratio=seconds / there if there else None)
 
-# %% ../nbs/14_bench.ipynb #c074
+# %% ../nbs/14_bench.ipynb #c075
 def learn_in_turns(
     trainers, # dict: name -> MinimalGRPOTrainer; the first sets the time
     prompts, # list, taken in order
@@ -452,7 +452,7 @@ def learn_in_turns(
         if curves[name]["looks"][-1]["step"] < t.step: note(name)
     return curves
 
-# %% ../nbs/14_bench.ipynb #c079
+# %% ../nbs/14_bench.ipynb #c081
 def measure_windows(
     model_name="data/tiny-glm-image",
     prompts_file="data/words/train/prompts.txt",
@@ -520,7 +520,7 @@ def windows_figure(
     ax.set(xlabel="seconds of training", ylabel="held-out reward"); ax.legend(fontsize=7)
     return fig
 
-# %% ../nbs/14_bench.ipynb #c087
+# %% ../nbs/14_bench.ipynb #c089
 REAL_AR = dict(text_config=dict(hidden_size=4096, num_hidden_layers=40, num_attention_heads=32, num_key_value_heads=2, intermediate_size=13696, vocab_size=168064, vision_vocab_size=16512,
                                 rope_parameters=dict(rope_type="default", rope_theta=10000.0, mrope_section=[8, 12, 12], partial_rotary_factor=0.5)),
                vision_config=dict(depth=40, hidden_size=1536, num_heads=16, patch_size=16, intermediate_size=6144), vq_config=dict(num_embeddings=16384, embed_dim=2048, latent_channels=1536))
@@ -546,7 +546,7 @@ def build_dit(
     from diffusers import GlmImageTransformer2DModel
     with torch.device(device): return GlmImageTransformer2DModel(**config).eval().requires_grad_(False)
 
-# %% ../nbs/14_bench.ipynb #c091
+# %% ../nbs/14_bench.ipynb #c093
 def bytes_a_step(
     ar, # GlmImageForConditionalGeneration
 ): # int
@@ -564,7 +564,7 @@ def copy_bandwidth(
     b = torch.empty_like(a)
     return 2 * size / min(clock(dict(copy=lambda: b.copy_(a)), repeats, device)["copy"])
 
-# %% ../nbs/14_bench.ipynb #c094
+# %% ../nbs/14_bench.ipynb #c096
 def made_up_prompts(
     P, # prompts
     L, # tokens each
@@ -577,7 +577,7 @@ def made_up_prompts(
     positions = layout_positions([L, *grids]).unsqueeze(1).expand(3, P, -1)
     return PromptInputs(ids, torch.ones_like(ids), positions[..., :L], positions[..., L:], list(grids)).to(device)
 
-# %% ../nbs/14_bench.ipynb #c096
+# %% ../nbs/14_bench.ipynb #c098
 def measure_full_size(
     ar, # GlmImageForConditionalGeneration with random weights
     batch=32, # rows
@@ -622,7 +622,7 @@ def measure_full_size(
     say(f"scoring {score_rows} pictures with gradient: {score_seconds:.2f} s, peak {peak['score'] / 1e9:.1f} GB")
     return dict(rows=rows, batch=batch, tokens=T, seconds_step=step, seconds_floor=floor, bandwidth=bandwidth, bytes_a_step=bytes_a_step(ar), peak_bytes=peak, score_rows=score_rows, score_seconds=score_seconds)
 
-# %% ../nbs/14_bench.ipynb #c102
+# %% ../nbs/14_bench.ipynb #c104
 REAL_VAE = dict(down_block_types=["DownEncoderBlock2D"] * 4, up_block_types=["UpDecoderBlock2D"] * 4, block_out_channels=[128, 512, 1024, 1024], layers_per_block=3, latent_channels=16, norm_num_groups=32, sample_size=1024,
                 mid_block_add_attention=False, use_quant_conv=False, use_post_quant_conv=False, latents_mean=[0.0] * 16, latents_std=[1.0] * 16, scaling_factor=1.0)
 REAL_BYT5 = dict(vocab_size=384, d_model=1472, d_kv=64, d_ff=3584, num_layers=12, num_heads=6, feed_forward_proj="gated-gelu", dropout_rate=0.0)
@@ -671,7 +671,7 @@ def wrap(
     with unittest.mock.patch.object(sys.modules[GLMImageWrapper.__module__], "load_pipeline", lambda *_: pipe):
         return GLMImageWrapper("GLM-Image with random weights", torch_dtype=pipe.dtype, device=pipe.device, **options)
 
-# %% ../nbs/14_bench.ipynb #c109
+# %% ../nbs/14_bench.ipynb #c111
 def numbered(images): # [N, 3, H, W] -> [N]
     "A reward that costs nothing and differs within each group, so that the update leaves no picture out."
     return torch.arange(len(images)).float()
@@ -707,7 +707,7 @@ def measure_full_step(
     return dict(pictures=N, seconds_draw=seconds_draw, seconds_update=seconds_update, peak_draw=peak_draw, peak_update=peak_update, flops_pictures=flops,
                 floor_pictures=flops / product_speed(device, model.dtype, 8192 if device.type == "cuda" else 512), metrics=metrics)
 
-# %% ../nbs/14_bench.ipynb #c114
+# %% ../nbs/14_bench.ipynb #c116
 def full_size_bench(
     batch=32, # rows of the AR part
     image_size=512, # pixels of the AR part
@@ -748,7 +748,7 @@ def full_step_notes(
     return [f"Whole step: AR, DiT, VAE and ByT5 of GLM-Image's own sizes, LoRA on both halves, 1024 x 1024 pixels, 4 drawings of tokens with 2 pictures each, {num_inference_steps} denoising steps with guidance, a window of 2, gradient checkpointing, one picture scored at a time.",
             f"Drawing {step['seconds_draw']:.1f} s (peak {step['peak_draw'] / 1e9:.1f} GB), the update {step['seconds_update']:.1f} s (peak {step['peak_update'] / 1e9:.1f} GB). Floor of denoising and decoding: {step['flops_pictures'] / 1e12:,.0f} trillion operations at the speed of one large product in the same run, {step['floor_pictures']:.1f} s."]
 
-# %% ../nbs/14_bench.ipynb #c118
+# %% ../nbs/14_bench.ipynb #c120
 def run_bench(
     model_name="data/tiny-glm-image",
     prompts_file="data/t2i/train/prompts.txt",
@@ -800,7 +800,7 @@ def run_bench(
     if cpu_time: notes.append("Others used the machine at the same time: the seconds are those of the processor that these processes used, not the clock's.")
     return dict(circumstances=circumstances(device, command), options=options, rows=rows, groups=lines, drawing=drawing, step=step, notes=notes)
 
-# %% ../nbs/14_bench.ipynb #c120
+# %% ../nbs/14_bench.ipynb #c122
 def dit_bench(
     model_name="data/tiny-glm-image",
     prompts_file="data/words/train/prompts.txt",
@@ -855,7 +855,7 @@ def dit_bench(
     if cpu_time: notes.append("Others used the machine at the same time: the seconds are those of the processor that these processes used, not the clock's (but for drawing and update of the last note).")
     return dict(circumstances=circumstances(device, command), options=options, rows=rows, difference=difference, pictures=pictures, windows=table, steps=steps, notes=notes)
 
-# %% ../nbs/14_bench.ipynb #c124
+# %% ../nbs/14_bench.ipynb #c127
 def main(
     argv=None, # words of the command line; None: those of this process
 ): # int, status
