@@ -45,6 +45,7 @@ class TrainingConfig:
     learning_rate: float = _opt(1.2e-3, "step size of AdamW (arXiv 1711.05101) at the first step; about 1e-3 for LoRA on the tiny model, 1e-5 to 1e-4 for LoRA on a large one, 1e-6 to 1e-5 for all of its weights")
     dit_learning_rate: float | None = _opt(None, "the same for the denoising policy; null: learning_rate")
     lr_scheduler: Literal["constant", "linear"] = _opt("linear", "linear: the step size goes down to 0 at max_steps, so that the noise of the last steps does no harm; constant: it stays")
+    warmup_steps: int = _opt(0, "so many steps at first with a smaller step size, rising: AdamW's first steps are as large as noise can make them")
     weight_decay: float = _opt(0.0, "AdamW's weight decay")
     max_grad_norm: float = _opt(1.0, "longer gradients are shortened to this length")
     micro_batch_size: int | None = _opt(8, "pictures scored at a time: less memory, the same gradient; a size that divides reward.grpo.num_samples leaves out groups of equal reward; null: all at once")
@@ -59,7 +60,7 @@ class TrainingConfig:
     output_dir: str | None = _opt(None, "folder of this run; null: a new one, outputs/run_001, outputs/run_002...")
 
 # %% ../nbs/11_config.ipynb #c014
-METRICS = dict(scene="what, colour, place, count are as the prompt says (0 or 1)", sign="share of right characters on the sign", sign_soft="how surely they are read (-0.05 to 0.75)",
+METRICS = dict(scene="what, colour, place, count are as the prompt says (0 or 1)", detail="how cleanly it is drawn, whatever it shows (0 to 1)", sign="share of right characters on the sign", sign_soft="how surely they are read (-0.05 to 0.75)",
                edit="what had to change did, and the rest stayed (0 to 1)", edit_check="the scene check on an edited picture (0 or 1)", mse="minus the squared distance to the target")
 
 @dataclass
@@ -333,7 +334,7 @@ def check_config(
         raise UserError(f"reward.grpo.num_samples {g.num_samples}: a picture is compared with the others of its prompt, so a group needs at least 2. 8 is a good start.")
     image_height_width(config)
     at_least = {"model.lora_rank": 1, "training.max_steps": 1, "training.batch_size": 1, "training.micro_batch_size": 1, "training.updates_per_rollout": 1, "training.mini_batches": 1, "training.log_interval": 1,
-                "training.save_interval": 0, "training.sample_interval": 0, "training.eval_samples": 0, "training.eval_prompts": 1, "training.weight_decay": 0, "training.seed": 0, "rollout.window": 1, "reward.grpo.pictures_per_sample": 2,
+                "training.save_interval": 0, "training.sample_interval": 0, "training.eval_samples": 0, "training.eval_prompts": 1, "training.weight_decay": 0, "training.warmup_steps": 0, "training.seed": 0, "rollout.window": 1, "reward.grpo.pictures_per_sample": 2,
                 "reward.grpo.beta": 0, "rollout.num_inference_steps": 1, "rollout.batch_size": 1, "rollout.guidance_scale": 0}
     for name, least in at_least.items():
         value = option(config, name)

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from .config import Config, check_config, find_checkpoint, image_height_width, parse_args, run_command, run_folder
 from .data import I2IDataset, T2IDataset, UserError, atomic_write, read_lines, tensor_to_pil
-from .rewards import EditCheck, RewardError, SceneCheck, SignReader, WeightedReward, call_reward, edit_reward, reward_name, simple_reward_function
+from .rewards import DetailCheck, EditCheck, RewardError, SceneCheck, SignReader, WeightedReward, call_reward, edit_reward, reward_name, simple_reward_function
 
 def evaluate(
     model, # `GLMImageWrapper`, or anything with its generate_with_tracking
@@ -85,7 +85,7 @@ def before_after_figure(
     fig.suptitle(f"mean reward {means} ({len(before['prompts'])} held-out prompts, {before['pictures']} pictures each time)" if after else f"mean reward {means}", fontsize=9, y=1.0)
     return fig
 
-# %% ../nbs/12_evaluate.ipynb #c022
+# %% ../nbs/12_evaluate.ipynb #c024
 def reward_curve_figure(
     lines, # metrics.jsonl as a list of dicts: step, reward_mean
     before=None, # result of `evaluate`, drawn as a level
@@ -104,7 +104,7 @@ def reward_curve_figure(
     ax.set(xlabel="step", ylabel="mean reward"); ax.legend(fontsize=7)
     return fig
 
-# %% ../nbs/12_evaluate.ipynb #c025
+# %% ../nbs/12_evaluate.ipynb #c027
 def open_data(
     config, # Config; the names of files that were found are written into it
 ): # (training dataset, held-out dataset)
@@ -126,7 +126,7 @@ def open_data(
     d.eval_target_images_dir, d.eval_source_images_dir = folders(d.eval_prompts_file, d.eval_target_images_dir, d.eval_source_images_dir)
     return first, dataset(d.eval_prompts_file, d.eval_target_images_dir, d.eval_source_images_dir)
 
-# %% ../nbs/12_evaluate.ipynb #c028
+# %% ../nbs/12_evaluate.ipynb #c032
 def load_function(
     name, # file.py:function
 ): # callable
@@ -145,7 +145,7 @@ def load_function(
         raise UserError(f"reward.function {name}: no function {attribute} in {file}. There are: {', '.join(own) or 'none'}.")
     return function
 
-# %% ../nbs/12_evaluate.ipynb #c031
+# %% ../nbs/12_evaluate.ipynb #c035
 def make_reward(
     config, # Config
     drawings="data/drawings", # folder of the drawings that the scene check knows
@@ -153,7 +153,7 @@ def make_reward(
     "The reward of a run."
     r, both = config.reward, config.model.component == "both"
     r.metrics = r.metrics or ({"edit": 1.0} if config.training.mode == "i2i" else {"scene": 1.0})
-    make = dict(scene=lambda: SceneCheck(drawings), sign=SignReader, sign_soft=lambda: SignReader(soft=True), edit=lambda: edit_reward, edit_check=lambda: EditCheck(drawings), mse=lambda: simple_reward_function)
+    make = dict(scene=lambda: SceneCheck(drawings), detail=lambda: DetailCheck(drawings), sign=SignReader, sign_soft=lambda: SignReader(soft=True), edit=lambda: edit_reward, edit_check=lambda: EditCheck(drawings), mse=lambda: simple_reward_function)
     def reward(function, metrics):
         if function: return load_function(function)
         if not r.use_advanced: return simple_reward_function
@@ -161,7 +161,7 @@ def make_reward(
     tokens = reward(r.function, r.metrics)
     return dict(ar=tokens, dit=reward(r.dit_function, r.dit_metrics or r.metrics)) if both and (r.dit_function or r.dit_metrics) else tokens
 
-# %% ../nbs/12_evaluate.ipynb #c033
+# %% ../nbs/12_evaluate.ipynb #c039
 def check_reward(
     reward, # callable
     dataset, # T2IDataset
@@ -190,7 +190,7 @@ def _where(error):
     while tb.tb_next: tb = tb.tb_next
     return f"{error} (at {tb.tb_frame.f_code.co_filename}, line {tb.tb_lineno})"
 
-# %% ../nbs/12_evaluate.ipynb #c037
+# %% ../nbs/12_evaluate.ipynb #c043
 def load_model(
     config, # Config
 ): # GLMImageWrapper
@@ -211,7 +211,7 @@ def rollout_options(
     return dict(height=height, width=width, num_inference_steps=o.num_inference_steps, guidance_scale=o.guidance_scale, temperature=o.temperature, top_p=o.top_p, batch_size=o.batch_size,
                 noise_level=o.noise_level, sde_type=o.sde_type, window=o.window, window_kind=o.window_kind, ratio_norm=o.ratio_norm, shared_noise=o.shared_noise)
 
-# %% ../nbs/12_evaluate.ipynb #c044
+# %% ../nbs/12_evaluate.ipynb #c050
 def eval_record(
     result, # of `evaluate`
 ): # dict for JSON: without pictures
@@ -225,7 +225,7 @@ def write_eval(
     "Write eval.json: {name: {reward_mean, ...}}."
     with atomic_write(path) as f: json.dump({k: eval_record(r) for k, r in results.items() if r}, f, indent=1, ensure_ascii=False)
 
-# %% ../nbs/12_evaluate.ipynb #c046
+# %% ../nbs/12_evaluate.ipynb #c052
 def evaluate_config(
     model, # GLMImageWrapper
     config, # Config
@@ -243,7 +243,7 @@ def evaluate_config(
         def progress(done, total): bar.update(done - bar.n)
         return evaluate(model, [it["prompt"] for it in items], reward, seeds=seeds, sources=sources, targets=targets, metadata=[it["metadata"] for it in items], progress=progress, **options)
 
-# %% ../nbs/12_evaluate.ipynb #c049
+# %% ../nbs/12_evaluate.ipynb #c055
 def main(
     argv=None, # words of the command line; None: those of this process
 ): # int, status

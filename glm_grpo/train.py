@@ -87,7 +87,7 @@ def make_trainer(
                  CheckpointCallback(out / "checkpoints", every=t.save_interval), ProgressBar()]
     return MinimalGRPOTrainer(model, make_dataloader(dataset, t.batch_size, t.seed), reward, g.num_samples, dict(ar=g.clip_range, dit=g.dit_clip_range), dict(ar=t.learning_rate, dit=t.dit_learning_rate or t.learning_rate), **options,
         pictures_per_sample=g.pictures_per_sample if config.model.component == "both" else 1, micro_batch_size=t.micro_batch_size, updates_per_rollout=t.updates_per_rollout, mini_batches=t.mini_batches,
-        max_grad_norm=t.max_grad_norm, beta=g.beta, loss_type=g.loss_type, scale=g.scale, weight_decay=t.weight_decay, lr_scheduler=t.lr_scheduler, seed=t.seed, mode=t.mode,
+        max_grad_norm=t.max_grad_norm, beta=g.beta, loss_type=g.loss_type, scale=g.scale, weight_decay=t.weight_decay, lr_scheduler=t.lr_scheduler, warmup_steps=t.warmup_steps, seed=t.seed, mode=t.mode,
         loss_options=dict(clip_range_high=g.clip_range_high, importance_sampling_level=g.importance_sampling_level), rollout_options=dict(rollout, score_batch_size=t.micro_batch_size), callbacks=callbacks)
 
 def read_metrics(

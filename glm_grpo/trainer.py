@@ -93,6 +93,7 @@ class MinimalGRPOTrainer:
         top_p=None, # the same
         weight_decay=0.0, # AdamW's
         lr_scheduler="constant", # or "linear": down to 0 at the last step of `train`
+        warmup_steps=0, # so many steps at first with a smaller rate, rising: AdamW's first steps are as large as noise can make them
         seed=0, # all draws follow from it, the step, the prompt and the sample's number
         mode="t2i", # written into checkpoints
         max_bad_steps=3, # so many steps in a row without finite numbers end the training
@@ -110,6 +111,7 @@ class MinimalGRPOTrainer:
         self.group_size, self.micro_batch_size, self.updates_per_rollout, self.mini_batches = group_size, micro_batch_size, updates_per_rollout, mini_batches
         self.max_grad_norm, self.beta, self.scale, self.seed, self.mode, self.max_bad_steps = max_grad_norm, beta, scale, seed, mode, max_bad_steps
         self.lr_scheduler, self.learning_rates = lr_scheduler, {name: self._of(name, learning_rate) for name in model.policies}
+        self.warmup_steps = warmup_steps
         self.pictures = group_size * pictures_per_sample                # of a prompt
         self.loss_options = dict(clip_range=clip_range, loss_type=loss_type, beta=beta, **(loss_options or {}))
         self.rollout_options = dict(height=height, width=width, num_inference_steps=num_inference_steps, guidance_scale=guidance_scale,
@@ -118,7 +120,7 @@ class MinimalGRPOTrainer:
         self.optimizer = torch.optim.AdamW([dict(params=p, lr=self.learning_rates[name], name=name) for name, p in self.parameters.items()], weight_decay=weight_decay)
         self.device = self.optimizer.param_groups[0]["params"][0].device
         self.options = dict(group_size=group_size, pictures_per_sample=pictures_per_sample, micro_batch_size=micro_batch_size, updates_per_rollout=updates_per_rollout, mini_batches=mini_batches, max_grad_norm=max_grad_norm,
-                            scale=scale, weight_decay=weight_decay, lr_scheduler=lr_scheduler, seed=seed, learning_rate=self.learning_rates, loss=self.loss_options, rollout=self.rollout_options)
+                            scale=scale, weight_decay=weight_decay, lr_scheduler=lr_scheduler, warmup_steps=warmup_steps, seed=seed, learning_rate=self.learning_rates, loss=self.loss_options, rollout=self.rollout_options)
         self.step, self.last_step, self.bad_steps, self.stop, self.last_rollout = 0, 0, 0, False, None
 
     @staticmethod
@@ -186,6 +188,7 @@ class MinimalGRPOTrainer:
         "All optimizer steps on one rollout -> the step's metrics (the mean over the optimizer steps). Raises UserError after `max_bad_steps` steps without finite numbers."
         start, lines, rewards, samples = time.perf_counter(), [], rollout["rewards"], rollout["samples"]
         share = 1 - self.step / self.last_step if self.lr_scheduler == "linear" and self.last_step else 1.0     # of step and length only, so a resumed run goes on with the same
+        share *= min(1.0, (self.step + 1) / (self.warmup_steps + 1))
         for group in self.optimizer.param_groups: group["lr"] = self.learning_rates[group["name"]] * share
         for i in range(self.updates_per_rollout):
             key = int.from_bytes(hashlib.sha256(f"{self.seed}|{self.step}|{i}|mini-batches".encode()).digest()[:7], "big")
