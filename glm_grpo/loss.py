@@ -120,7 +120,7 @@ def compute_grpo_loss(
         values = torch.stack(values)
         return loss, dict(zip(names, values if as_tensors else values.tolist()))        # tolist: the one wait for the device
 
-# %% ../nbs/02_loss.ipynb #c096
+# %% ../nbs/02_loss.ipynb #c098
 def combine_metrics(
     parts, # list of metrics (floats or tensors) of the micro-batches, from losses that used the whole batch's counts
     weights, # how much each counts: its number of decisions
