@@ -53,7 +53,7 @@ class Interrupts:
     @property
     def status(self): return 143 if self.signal == signal.SIGTERM else 0
 
-# %% ../nbs/13_train.ipynb #c014
+# %% ../nbs/13_train.ipynb #c023
 def check_resume(
     config, # Config with `resume`
 ): # int, the checkpoint's step
@@ -72,7 +72,7 @@ def check_resume(
         raise UserError(f"--resume {config.resume}: {step} steps are done, and --num_steps is {config.training.max_steps} in all. Give a larger --num_steps.")
     return step
 
-# %% ../nbs/13_train.ipynb #c018
+# %% ../nbs/13_train.ipynb #c027
 def make_trainer(
     config, # Config
     model, # GLMImageWrapper
@@ -96,7 +96,7 @@ def read_metrics(
     "The lines of a run."
     return [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()] if Path(path).is_file() else []
 
-# %% ../nbs/13_train.ipynb #c021
+# %% ../nbs/13_train.ipynb #c030
 def _mean(result):
     parts = ", ".join(f"{k} {v:.3f}" for k, v in result["metrics"].items()) if len(result["metrics"]) > 1 else ""
     return f"held-out reward {result['reward_mean']:.3f} +- {result['standard_error']:.3f} ({parts}{'; ' if parts else ''}{result['pictures']} pictures of {len(result['prompts'])} prompts, {result['seconds']:.0f} s)"
@@ -122,7 +122,7 @@ def write_results(
         save_figure(before_after_figure(before, after), out / "before_after.png")
     if lines: save_figure(reward_curve_figure(lines, before, after), out / "reward_curve.png")
 
-# %% ../nbs/13_train.ipynb #c024
+# %% ../nbs/13_train.ipynb #c033
 def train(
     config, # Config
 ): # int: 0 done, 143 after SIGTERM
@@ -183,7 +183,7 @@ def train(
         if after: say("result", f"held-out reward {before['reward_mean']:.3f} -> {after['reward_mean']:.3f} ({after['reward_mean'] - before['reward_mean']:+.3f}); see {out / 'before_after.png'}")
     return 0
 
-# %% ../nbs/13_train.ipynb #c026
+# %% ../nbs/13_train.ipynb #c035
 def main(
     argv=None, # words of the command line; None: those of this process
 ): # int: 0 done, 2 a mistake of the user (one message), 130 stopped at once, 143 after SIGTERM
