@@ -6,7 +6,7 @@
 __all__ = ['PANELS', 'read_metrics', 'running_mean', 'plot_run', 'sample_steps', 'show_samples', 'read_eval', 'before_after',
            'ratio_grids', 'plot_ratio_grid', 'clipped_tokens', 'plot_clip', 'explore_clip']
 
-# %% ../nbs/15_explore.ipynb #c007
+# %% ../nbs/15_explore.ipynb #c008
 import json, math, re
 from pathlib import Path
 import numpy as np
@@ -26,7 +26,7 @@ def read_metrics(
     number = lambda v: float(v) if isinstance(v, (int, float)) else math.nan
     return {k: np.array([number(line.get(k)) for line in lines]) for k in dict.fromkeys(k for line in lines for k in line)}
 
-# %% ../nbs/15_explore.ipynb #c011
+# %% ../nbs/15_explore.ipynb #c012
 def running_mean(
     values, # [steps] float
     k, # how many steps
@@ -34,7 +34,7 @@ def running_mean(
     "A smoothed curve that looks back only."
     return np.array([np.nanmean(v) if np.isfinite(v := values[max(0, i + 1 - k):i + 1]).any() else math.nan for i in range(len(values))])
 
-# %% ../nbs/15_explore.ipynb #c014
+# %% ../nbs/15_explore.ipynb #c016
 PANELS = (("reward_mean", "reward"), ("ratio_mean", "ratio"), ("clip_fraction", "clip fraction"), ("kl", "KL"), ("grad_norm", "gradient norm"), ("seconds", "seconds a step"))
 
 def plot_run(
@@ -57,7 +57,7 @@ def plot_run(
     for ax in fig.axes[3:]: ax.set_xlabel("step", fontsize=8)
     return fig
 
-# %% ../nbs/15_explore.ipynb #c018
+# %% ../nbs/15_explore.ipynb #c021
 def sample_steps(
     output_dir, # folder of a run
 ): # list of int
@@ -76,7 +76,7 @@ def show_samples(
     if not up_to: raise UserError(f"{Path(output_dir) / 'samples'}: no pictures up to step {step}; there are those of {', '.join(map(str, steps))}.")
     with Image.open(Path(output_dir) / "samples" / f"step_{up_to[-1]:06d}.png") as im: return im.convert("RGB")
 
-# %% ../nbs/15_explore.ipynb #c022
+# %% ../nbs/15_explore.ipynb #c025
 def read_eval(
     output_dir, # folder of a run
 ): # dict: before, after; each with reward_mean, standard_error, prompts [P], rewards [P][S]
@@ -107,7 +107,7 @@ def before_after(
     points.set(xlabel="before", ylabel="after"); points.set_title("each prompt (larger: several)", fontsize=9)
     return fig
 
-# %% ../nbs/15_explore.ipynb #c028
+# %% ../nbs/15_explore.ipynb #c031
 def ratio_grids(
     new_logprobs, # [T] or [N, T] float: after
     old_logprobs, # the same: when they were drawn
@@ -137,7 +137,7 @@ def plot_ratio_grid(
     bar = fig.colorbar(im, ax=fig.axes, ticks=ticks); bar.ax.set_yticklabels([f"{math.exp(t):.3g}" for t in ticks], fontsize=8)
     return fig
 
-# %% ../nbs/15_explore.ipynb #c037
+# %% ../nbs/15_explore.ipynb #c040
 def clipped_tokens(
     new_logprobs, # [N, T] float
     old_logprobs, # [N, T]
@@ -167,7 +167,7 @@ def plot_clip(
     ax.set_title(f"clip range {clip_range:g}: {share:.1%} of the tokens are clipped", fontsize=9)
     return fig
 
-# %% ../nbs/15_explore.ipynb #c039
+# %% ../nbs/15_explore.ipynb #c042
 def explore_clip(
     new_logprobs, # [N, T] float
     old_logprobs, # [N, T]
