@@ -211,13 +211,13 @@ class DiTPolicy(Policy):
     def score_against(self, part, reference):
         with torch.no_grad(), reference(): _, ref_means, ref_velocities = self.model.score_denoising(part)
         log_probs, means, velocities = self.model.score_denoising(part)
-        each = lambda f, *x: torch.stack([f(*(v[:, j] for v in x), *more) for j, more in enumerate(self._stds(part) if f is gaussian_kl else [()] * means.shape[1])], 1)
-        kl = each(gaussian_kl, means, ref_means) if self.kl == "gaussian" else each(velocity_mse, velocities, ref_velocities)
-        return self._log_probs(part, log_probs, means), dict(kl=kl)
-    def _stds(self, part): return [(step_coefficients(part["sigmas"], i, part["noise_level"], part["sde_type"])[0],) for i in part["decisions"]]
+        if self.kl == "gaussian": kl = [gaussian_kl(means[:, j], ref_means[:, j], std) for j, std in enumerate(self._stds(part))]
+        else: kl = [velocity_mse(velocities[:, j], ref_velocities[:, j]) for j in range(velocities.shape[1])]
+        return self._log_probs(part, log_probs, means), dict(kl=torch.stack(kl, 1))
+    def _stds(self, part): return [step_coefficients(part["sigmas"], i, part["noise_level"], part["sde_type"])[0] for i in part["decisions"]]
     def _log_probs(self, part, log_probs, means):
         if not part["ratio_norm"]: return log_probs
-        noise = [(part["latents_after"][:, j] - part["latents_means"][:, j]) / std for j, (std,) in enumerate(self._stds(part))]
+        noise = [(part["latents_after"][:, j] - part["latents_means"][:, j]) / std for j, std in enumerate(self._stds(part))]
         return part["latents_logprobs"] + torch.stack([ratio_norm(e, means[:, j], part["latents_means"][:, j]) for j, e in enumerate(noise)], 1)      # new minus old is the normalised log-ratio
 
 # %% ../nbs/08_glm.ipynb #c039
