@@ -107,7 +107,7 @@ def source_cache(
     from diffusers.models.transformers.transformer_glm_image import GlmImageKVCache
     dit, unique = parts.transformer, list({tuple(map(id, row)): row for row in sources}.values())
     where = {tuple(map(id, row)): i for i, row in enumerate(unique)}
-    index = torch.tensor([where[tuple(map(id, row))] for row in sources], device=dit.device)
+    rows = [where[tuple(map(id, row))] for row in sources]
     written, read, n = GlmImageKVCache(dit.config.num_layers), GlmImageKVCache(dit.config.num_layers), len(unique)
     written.set_mode("write")
     checkpointed, dit.gradient_checkpointing = dit.gradient_checkpointing, False      # a second forward would write a second time
@@ -117,10 +117,11 @@ def source_cache(
             prior_token_drop=torch.arange(0, device=dit.device), timestep=torch.zeros(n, device=dit.device), kv_caches=written,
             **_told(parts, latents.shape[2] * parts.vae_scale_factor, latents.shape[3] * parts.vae_scale_factor, n))
     dit.gradient_checkpointing = checkpointed
-    for a, b in zip(read.caches, written.caches): a.k_caches, a.v_caches, a.mode = [b.k_caches[0][index]], [b.v_caches[0][index]], "read"
+    again = lambda cache: [torch.stack([cache[0][i] for i in rows])]       # cache[0][rows] would add up its gradient in an order that changes from run to run
+    for a, b in zip(read.caches, written.caches): a.k_caches, a.v_caches, a.mode = again(b.k_caches), again(b.v_caches), "read"
     return read
 
-# %% ../nbs/07_denoise.ipynb #c046
+# %% ../nbs/07_denoise.ipynb #c049
 @dataclass
 class Conditions:
     "What the DiT is told besides latents and time, for N rows with S glyph tokens each."
@@ -148,7 +149,7 @@ def make_conditions(
     return Conditions(token_ids=upsample_tokens(large_ids.to(dit.device), *grid), glyphs=torch.stack(glyphs), no_glyphs=no_glyphs.expand(n, -1, -1).contiguous(),
                       guidance_scale=guidance_scale, sources=source_cache(parts, sources), **_told(parts, grid[0] * side, grid[1] * side, n))
 
-# %% ../nbs/07_denoise.ipynb #c048
+# %% ../nbs/07_denoise.ipynb #c051
 def predict_velocity(
     transformer, # the DiT
     conditions, # Conditions of N rows
@@ -169,7 +170,7 @@ def predict_velocity(
     else: told, untold = ask(latents, c.glyphs, c.token_ids, none, c.sources), ask(latents, c.no_glyphs, c.token_ids, all_)
     return untold + c.guidance_scale * (told - untold)
 
-# %% ../nbs/07_denoise.ipynb #c055
+# %% ../nbs/07_denoise.ipynb #c058
 Step = namedtuple("Step", "index before after velocity mean log_prob")     # what `denoise` tells of a step: number, latents before and after, velocity, mean of the draw, log-prob [N]
 
 def denoise(
@@ -193,7 +194,7 @@ def denoise(
         latents = after
     return latents
 
-# %% ../nbs/07_denoise.ipynb #c059
+# %% ../nbs/07_denoise.ipynb #c062
 def decode_latents(
     parts, # a GlmImagePipeline
     latents, # [N, C, h, w] float32
@@ -205,7 +206,7 @@ def decode_latents(
     pixels = torch.cat([vae.decode(part, return_dict=False)[0] for part in (latents.to(vae.dtype) * std + mean).split(few)])
     return (pixels.float() * 0.5 + 0.5).clamp(0, 1)
 
-# %% ../nbs/07_denoise.ipynb #c062
+# %% ../nbs/07_denoise.ipynb #c065
 @dataclass
 class PictureInputs:
     "What the decoder makes N pictures of. Rows of equal tokens, prompt, sources and noise give equal pictures."
@@ -254,7 +255,7 @@ def draw_latents(
         for k, v in found.items(): out.setdefault(k, v.new_empty(n, *v.shape[1:]))[rows] = v
     return out
 
-# %% ../nbs/07_denoise.ipynb #c065
+# %% ../nbs/07_denoise.ipynb #c068
 def decode_tokens(
     parts, # a GlmImagePipeline
     large_ids, # [N, h*w] int64, ids of the large grid, each below the codebook's size
@@ -270,7 +271,7 @@ def decode_tokens(
     inputs = PictureInputs(large_ids, grid, prompts, num_inference_steps, guidance_scale, sources)
     with torch.no_grad(): return decode_latents(parts, draw_latents(parts, inputs, latents, batch_size=batch_size)["latents"])
 
-# %% ../nbs/07_denoise.ipynb #c079
+# %% ../nbs/07_denoise.ipynb #c082
 def score_latents(
     parts, # a GlmImagePipeline
     inputs, # `PictureInputs` of N rows

@@ -84,11 +84,10 @@ def decision_steps(
     sigmas, # [K+1], falling, within 1 to 0: list or tensor
     noise_level=0.7, # a
     sde_type="sde", # "sde", "dance" or "cps"
-    last=False, # True: also the step that ends at sigma 0, where that has noise (sde, dance): it stays in the picture as grain
 ): # list of step numbers
     "The steps that can be decisions: std above 0, and a later step takes the noise away. All others are Euler steps (noise_level 0)."
     sigmas = _numbers(sigmas)
-    return [i for i in range(len(sigmas) - 1) if step_coefficients(sigmas, i, noise_level, sde_type)[0] > 0 and (last or sigmas[i + 1] > 0)]
+    return [i for i in range(len(sigmas) - 1) if step_coefficients(sigmas, i, noise_level, sde_type)[0] > 0 and sigmas[i + 1] > 0]
 
 # %% ../nbs/06_sde.ipynb #c085
 def ratio_norm(
@@ -108,16 +107,14 @@ def choose_window(
     *,
     key="", # for "random": a name, such as f"{seed}|{step}|window"; the same name gives the same window
     step=0, # for "sliding": the training step
-    every=1, # for "sliding": training steps until the window moves on by one
 ): # list of step numbers, a run of `decisions`
     "The steps that are stochastic and trained; all others are Euler steps. MixGRPO (2507.21802), Flow-GRPO-Fast. ValueError: unknown kind, window < 1, no key."
     if kind not in ("first", "random", "sliding"): raise ValueError(f"kind '{kind}': want first, random or sliding")
     if window is not None and window < 1: raise ValueError(f"window {window}: want at least 1, or None for all steps")
-    if every < 1: raise ValueError(f"every {every}: want at least 1")
     if window is None or window >= len(decisions): return list(decisions)
     places = len(decisions) - window + 1
     if kind == "random" and not key: raise ValueError("a random window wants a key, or it would be the same at every step")
-    start = {"first": 0, "sliding": step // every, "random": int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big")}[kind] % places
+    start = {"first": 0, "sliding": step, "random": int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big")}[kind] % places
     return list(decisions[start:start + window])
 
 # %% ../nbs/06_sde.ipynb #c098
