@@ -162,7 +162,7 @@ def fit_codebook(
     vq.quantize.embedding.weight.copy_(centres)
     return (((f @ centres.T).max(1).values * weight).sum() / weight.sum()).item()
 
-# %% ../nbs/09_tiny.ipynb #c026
+# %% ../nbs/09_tiny.ipynb #c027
 class Batches:
     "Draws pictures in fixed shares of the three kinds, with a word for every sign. Its generator is its own."
     shares = dict(single=0.30, counted=0.40, pair=0.30)
@@ -190,7 +190,7 @@ class Batches:
             scene = others[self.rng.integers(len(others))]
         return dataclasses.replace(scene, word=word).prompt()
 
-# %% ../nbs/09_tiny.ipynb #c033
+# %% ../nbs/09_tiny.ipynb #c034
 class EditBatches:
     "Draws edits from one list of pictures, the four kinds in equal shares. Its generator is its own."
     def __init__(self,
@@ -241,7 +241,7 @@ class EditBatches:
         i, word = self.shown[n]
         return self.pictures[i].draw(drawings, word)
 
-# %% ../nbs/09_tiny.ipynb #c037
+# %% ../nbs/09_tiny.ipynb #c039
 @torch.no_grad()
 def source_codes(
     processor, # GlmImageProcessor
@@ -271,7 +271,7 @@ def edit_inputs(
         decode.append(positions[:, n:])
     return PromptInputs(ids, mask, position_ids, torch.stack(decode, 1), [(side, side)])
 
-# %% ../nbs/09_tiny.ipynb #c040
+# %% ../nbs/09_tiny.ipynb #c043
 def learning_rate(
     step, # 0, 1, 2, ...
     steps, # in all
@@ -307,7 +307,7 @@ def fit(
         with torch.no_grad(): [p.copy_(m) for p, m in zip(parameters, mean)]
     return log
 
-# %% ../nbs/09_tiny.ipynb #c043
+# %% ../nbs/09_tiny.ipynb #c046
 def spoil_history(
     answers, # [N, T] int64
     generator, # torch.Generator
@@ -319,7 +319,7 @@ def spoil_history(
     other = answers.gather(0, torch.randint(n, answers.shape, generator=generator))
     return torch.where(torch.rand(answers.shape, generator=generator) < share, other, answers)
 
-# %% ../nbs/09_tiny.ipynb #c046
+# %% ../nbs/09_tiny.ipynb #c050
 _AMP = dict(device_type="cpu", dtype=torch.bfloat16)    # half the time on a CPU that knows bfloat16, and no worse here
 
 def ar_loss(
@@ -369,7 +369,7 @@ def train_ar(
     for p in trained: p.requires_grad_(True)
     return fit(trained, next_loss, steps, lr, weight_decay=0.05, name="token writer")
 
-# %% ../nbs/09_tiny.ipynb #c055
+# %% ../nbs/09_tiny.ipynb #c061
 def train_vae(
     parts, # dict of `make_parts`; the VAE is trained
     pictures, # list of Picture
@@ -401,7 +401,7 @@ def train_vae(
         vae.register_to_config(latents_mean=z.mean((0, 2, 3)).tolist(), latents_std=z.std((0, 2, 3)).tolist())
     return log
 
-# %% ../nbs/09_tiny.ipynb #c059
+# %% ../nbs/09_tiny.ipynb #c066
 def shift_sigma(
     u, # times in [0, 1]
     mu, # the schedule's shift
@@ -452,7 +452,7 @@ def glyph_rows(
     longest = max(len(r) for r in rows.values())
     return torch.stack([F.pad(rows[t], (0, 0, longest - len(rows[t]), 0)) for t in texts])
 
-# %% ../nbs/09_tiny.ipynb #c062
+# %% ../nbs/09_tiny.ipynb #c069
 @torch.no_grad()
 def latents_of(
     vae, # AutoencoderKL
@@ -498,7 +498,7 @@ def train_dit(
     for p in trained: p.requires_grad_(True)
     return fit(trained, next_loss, steps, lr, weight_decay=0.01, average=0.998, name="picture decoder")
 
-# %% ../nbs/09_tiny.ipynb #c080
+# %% ../nbs/09_tiny.ipynb #c090
 def make_tiny(
     out: str = "data/tiny-glm-image",
     drawings: str = "data/drawings",
@@ -556,7 +556,7 @@ def make_tiny(
         (folder / "training.json").write_text(json.dumps(history))
     print(f"{out}: made in {(time.time() - start) / 60:.0f} minutes")
 
-# %% ../nbs/09_tiny.ipynb #c083
+# %% ../nbs/09_tiny.ipynb #c094
 def main(args=None):
     "python -m glm_grpo.tiny"
     from jsonargparse import auto_cli
