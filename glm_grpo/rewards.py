@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['simple_reward_function', 'SceneCheck', 'SignReader', 'sign_reward', 'edit_reward', 'EditCheck', 'DetailCheck',
-           'RewardError', 'reward_name', 'call_reward', 'WeightedReward']
+           'RewardError', 'reward_name', 'call_reward', 'call_rewards', 'WeightedReward']
 
 # %% ../nbs/04_rewards.ipynb #c002
-import functools, inspect, math, re
+import functools, inspect, math, re, threading, time
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -240,7 +240,10 @@ class DetailCheck(SceneCheck):
 
 # %% ../nbs/04_rewards.ipynb #c064
 class RewardError(RuntimeError):
-    "A reward raised, or returned something that is no reward. The message names the reward and the prompt."
+    "A reward raised, took too long, or returned something that is no reward. The message names the reward and the prompt; `image` [3, H, W] is its picture (the first of the batch, where the guilty one is not known)."
+    def __init__(self, message, reward="", prompt="", image=None):
+        super().__init__(message)
+        self.reward, self.prompt, self.image = reward, prompt, image
 
 def reward_name(
     reward, # any callable
@@ -248,42 +251,89 @@ def reward_name(
     "How a reward is called in messages and logs."
     return getattr(reward, "name", None) or getattr(reward, "__name__", None) or type(reward).__name__
 
+# %% ../nbs/04_rewards.ipynb #c066
+def _first_failing(call, given, n, seconds=10):
+    "Index of the first of n pictures with which a call fails alone; None if none does, or not within so many seconds."
+    end = time.monotonic() + seconds
+    for i in range(n):
+        try: call(**{k: None if v is None else v[i:i + 1] for k, v in given.items()})
+        except Exception: return i
+        if time.monotonic() > end: return None
+
+@torch.no_grad()
 def call_reward(
     reward, # callable: some of (images, prompts, targets, sources, metadata) by name -> [N]
     images, # [N, 3, H, W] float in [0, 1]
     prompts, # N texts
     targets=None, # [N, 3, H, W] or None
-    sources=None, # source pictures of image-to-image, or None
+    sources=None, # N lists of source pictures of image-to-image, or None
     metadata=None, # N dicts, or None
-): # [N] float32 on the CPU, finite
-    "Call a reward with what its signature asks for. Raises RewardError if it raises, or if the result has a wrong shape, NaN or infinity; a UserError passes through."
-    given = dict(images=images, prompts=prompts, targets=targets, sources=sources, metadata=metadata)
+    *,
+    name=None, # what it is called in messages; None: its own name
+    may_skip=False, # whether NaN is allowed: "nothing to score in this picture"
+): # [N] float32 on the CPU, finite, or NaN where it may skip
+    "Call a reward with what its signature asks for, without gradients. Raises RewardError if it raises, or if the result has a wrong shape, NaN or infinity; a UserError passes through."
+    given, name = dict(images=images, prompts=prompts, targets=targets, sources=sources, metadata=metadata), name or reward_name(reward)
     wants = inspect.signature(reward).parameters
     anything = any(p.kind is p.VAR_KEYWORD for p in wants.values())
     unknown = [n for n, p in wants.items() if n not in given and p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
-    if unknown: raise UserError(f"The reward {reward_name(reward)} asks for {', '.join(unknown)}. A reward may ask for: {', '.join(given)}.")
-    try: result = reward(**{k: v for k, v in given.items() if anything or k in wants})
-    except UserError: raise
-    except Exception as e: raise RewardError(f"The reward {reward_name(reward)} raised {type(e).__name__}: {e} (first prompt of the batch: {prompts[0]!r})") from e
+    if unknown: raise UserError(f"The reward {name} asks for {', '.join(unknown)}. A reward may ask for: {', '.join(given)}.")
+    given = {k: v for k, v in given.items() if anything or k in wants}
+    wrong = lambda text, i: RewardError(f"The reward {name} {text}", name, prompts[i], images[i].detach().float().cpu())
+    try: result = reward(**given)
+    except (UserError, RewardError): raise                          # a part's error has its name already
+    except Exception as e:
+        i = None if isinstance(e, OSError) else _first_failing(reward, given, len(images))      # where a file or a server failed no picture is to blame
+        raise wrong(f"raised {type(e).__name__}: {e} ({'first prompt of the batch' if i is None else f'picture {i}, prompt'}: {prompts[i or 0]!r})", i or 0) from e
     rewards = torch.as_tensor(result, dtype=torch.float32).detach().cpu()
-    if rewards.shape != (len(images),): raise RewardError(f"The reward {reward_name(reward)} returned the shape {list(rewards.shape)} for {len(images)} pictures; it must return one number a picture, [{len(images)}].")
-    bad = (~rewards.isfinite()).nonzero().flatten().tolist()
-    if bad: raise RewardError(f"The reward {reward_name(reward)} returned {rewards[bad[0]].item()} for picture {bad[0]}, prompt {prompts[bad[0]]!r} ({len(bad)} of {len(images)} are not finite).")
+    if rewards.shape != (len(images),): raise wrong(f"returned the shape {list(rewards.shape)} for {len(images)} pictures; it must return one number a picture, [{len(images)}] (first prompt of the batch: {prompts[0]!r}).", 0)
+    bad = (rewards.isinf() if may_skip else ~rewards.isfinite()).nonzero().flatten().tolist()
+    if bad: raise wrong(f"returned {rewards[bad[0]].item()} for picture {bad[0]}, prompt {prompts[bad[0]]!r} ({len(bad)} of {len(images)} are not finite).", bad[0])
     return rewards
 
-# %% ../nbs/04_rewards.ipynb #c069
+# %% ../nbs/04_rewards.ipynb #c073
+def call_rewards(
+    parts, # dict: name -> callable
+    images, prompts, targets=None, sources=None, metadata=None, # as in `call_reward`
+    time_limit=None, # seconds that they may take; None: for ever
+): # dict: name -> [N] float32, NaN where a part has nothing to score
+    "All rewards side by side, a thread each. RewardError and UserError as `call_reward`, and RewardError with the name of a part that takes too long."
+    done = {}
+    def work(name, reward):
+        try: done[name] = call_reward(reward, images, prompts, targets, sources, metadata, name=name, may_skip=True)
+        except BaseException as e: done[name] = e                   # raised again below, where it can be seen
+    threads = {name: threading.Thread(target=work, args=(name, reward), daemon=True, name=f"reward {name}") for name, reward in parts.items()}
+    for t in threads.values(): t.start()
+    end = math.inf if time_limit is None else time.monotonic() + time_limit
+    for name, t in threads.items():
+        t.join(None if time_limit is None else max(0.0, end - time.monotonic()))
+        if name not in done: raise RewardError(f"The reward {name} has not answered within {time_limit:g} s (reward.time_limit; first prompt of the batch: {prompts[0]!r}).", name, prompts[0], images[0].detach().float().cpu())
+        if isinstance(done[name], BaseException): raise done[name]
+    return {name: done[name] for name in parts}
+
+# %% ../nbs/04_rewards.ipynb #c080
 class WeightedReward:
-    "A weighted sum of rewards; `last` holds each part's raw values of the last call, [N] each. Raises UserError without parts."
+    """A weighted sum of rewards, called side by side. `last` holds each part's raw values of the last call ([N] each, NaN: nothing to score), `weighted` what each of them gave to the sum.
+
+    UserError without parts; RewardError where no part that has a weight can score a picture. A weight of 0: measured only.
+    """
     def __init__(self,
         parts, # dict: name -> callable
         weights, # dict: name -> float
+        time_limit=None, # seconds for a call
     ):
         if not weights: raise UserError("reward.metrics is empty. Give at least one weight, for example reward.metrics.scene=1.0.")
         unknown = [n for n in weights if n not in parts]
         if unknown: raise UserError(f"There is no reward called {unknown[0]!r}. There are: {', '.join(sorted(parts))}.")
-        self.parts, self.weights, self.last = {n: parts[n] for n in weights}, dict(weights), {}
+        self.parts, self.weights, self.time_limit, self.last, self.weighted = {n: parts[n] for n in weights}, dict(weights), time_limit, {}, {}
         self.name = " + ".join(f"{w:g} {n}" for n, w in weights.items())
 
     def __call__(self, images, prompts, targets=None, sources=None, metadata=None):
-        self.last = {n: call_reward(r, images, prompts, targets, sources, metadata) for n, r in self.parts.items()}
-        return sum(self.weights[n] * r for n, r in self.last.items())
+        self.last = call_rewards(self.parts, images, prompts, targets, sources, metadata, self.time_limit)
+        speaks = sum(abs(self.weights[n]) * ~r.isnan() for n, r in self.last.items())                     # [N]: the weight of those that say something
+        if silent := (speaks == 0).nonzero().flatten().tolist():
+            i, names = silent[0], ", ".join(n for n, w in self.weights.items() if w)
+            raise RewardError(f"The reward {names} has nothing to score in picture {i}, prompt {prompts[i]!r} ({len(silent)} of {len(images)}). Leave such prompts out, or add a part that can judge them.", names, prompts[i], images[i].detach().float().cpu())
+        share = sum(abs(self.weights[n]) * torch.ones(len(images)) for n in self.last) / speaks           # exactly 1 where all speak
+        self.weighted = {n: (self.weights[n] * r).nan_to_num(0.0) * share for n, r in self.last.items()}
+        return sum(self.weighted.values())
