@@ -8,10 +8,9 @@ __all__ = ['REAL_AR', 'REAL_DIT', 'REAL_VAE', 'REAL_BYT5', 'REAL', 'wait_for', '
            'whole_picture', 'brightness', 'PlainTrainer', 'measure_step', 'in_own_process', 'measure_groups',
            'pipeline_pictures', 'difference_to_pipeline', 'count_flops', 'product_speed', 'picture_flops',
            'measure_pictures', 'table_row', 'to_markdown', 'save_table', 'smooth', 'time_to_match', 'learn_in_turns',
-           'measure_windows', 'windows_figure', 'build_ar', 'build_dit', 'bytes_a_step', 'copy_bandwidth',
-           'made_up_prompts', 'measure_full_size', 'build_vae', 'build_byt5', 'build_pipeline', 'wrap', 'numbered',
-           'measure_full_step', 'full_size_bench', 'full_step_rows', 'full_step_notes', 'run_bench', 'dit_bench',
-           'main']
+           'measure_windows', 'windows_figure', 'build_ar', 'build_part', 'bytes_a_step', 'copy_bandwidth',
+           'made_up_prompts', 'measure_full_size', 'build_pipeline', 'wrap', 'numbered', 'measure_full_step',
+           'full_size_bench', 'full_step_rows', 'full_step_notes', 'run_bench', 'dit_bench', 'main']
 
 # %% ../nbs/14_bench.ipynb #c003
 import argparse, contextlib, copy, datetime, json, math, os, platform, re, resource, shlex, statistics, subprocess, sys, time, unittest.mock
@@ -538,13 +537,16 @@ def build_ar(
     model.generation_config = GenerationConfig(do_sample=True, temperature=0.9, top_p=0.75, top_k=c.vision_vocab_size, eos_token_id=c.eos_token_id, pad_token_id=c.pad_token_id)
     return model.eval().requires_grad_(False)
 
-def build_dit(
-    config=REAL_DIT, # arguments of GlmImageTransformer2DModel
+def build_part(
+    part, # "dit", "vae" or "byt5"
+    config, # arguments of its class, or of the class's configuration
     device="meta",
-): # GlmImageTransformer2DModel with random weights
-    "Build a DiT directly on a device."
-    from diffusers import GlmImageTransformer2DModel
-    with torch.device(device): return GlmImageTransformer2DModel(**config).eval().requires_grad_(False)
+): # GlmImageTransformer2DModel, AutoencoderKL or T5EncoderModel with random weights, float32, nothing trains
+    "Build the DiT, the autoencoder or the glyph encoder directly on a device."
+    from diffusers import AutoencoderKL, GlmImageTransformer2DModel
+    from transformers import T5Config, T5EncoderModel
+    make = dict(dit=GlmImageTransformer2DModel, vae=AutoencoderKL, byt5=lambda **options: T5EncoderModel(T5Config(**options)))[part]
+    with torch.device(device), _quiet(): return make(**config).eval().requires_grad_(False)
 
 # %% ../nbs/14_bench.ipynb #c093
 def bytes_a_step(
@@ -564,7 +566,7 @@ def copy_bandwidth(
     b = torch.empty_like(a)
     return 2 * size / min(clock(dict(copy=lambda: b.copy_(a)), repeats, device)["copy"])
 
-# %% ../nbs/14_bench.ipynb #c096
+# %% ../nbs/14_bench.ipynb #c097
 def made_up_prompts(
     P, # prompts
     L, # tokens each
@@ -577,7 +579,7 @@ def made_up_prompts(
     positions = layout_positions([L, *grids]).unsqueeze(1).expand(3, P, -1)
     return PromptInputs(ids, torch.ones_like(ids), positions[..., :L], positions[..., L:], list(grids)).to(device)
 
-# %% ../nbs/14_bench.ipynb #c098
+# %% ../nbs/14_bench.ipynb #c099
 def measure_full_size(
     ar, # GlmImageForConditionalGeneration with random weights
     batch=32, # rows
@@ -622,27 +624,11 @@ def measure_full_size(
     say(f"scoring {score_rows} pictures with gradient: {score_seconds:.2f} s, peak {peak['score'] / 1e9:.1f} GB")
     return dict(rows=rows, batch=batch, tokens=T, seconds_step=step, seconds_floor=floor, bandwidth=bandwidth, bytes_a_step=bytes_a_step(ar), peak_bytes=peak, score_rows=score_rows, score_seconds=score_seconds)
 
-# %% ../nbs/14_bench.ipynb #c104
+# %% ../nbs/14_bench.ipynb #c105
 REAL_VAE = dict(down_block_types=["DownEncoderBlock2D"] * 4, up_block_types=["UpDecoderBlock2D"] * 4, block_out_channels=[128, 512, 1024, 1024], layers_per_block=3, latent_channels=16, norm_num_groups=32, sample_size=1024,
                 mid_block_add_attention=False, use_quant_conv=False, use_post_quant_conv=False, latents_mean=[0.0] * 16, latents_std=[1.0] * 16, scaling_factor=1.0)
 REAL_BYT5 = dict(vocab_size=384, d_model=1472, d_kv=64, d_ff=3584, num_layers=12, num_heads=6, feed_forward_proj="gated-gelu", dropout_rate=0.0)
 REAL = dict(ar=REAL_AR, dit=REAL_DIT, vae=REAL_VAE, byt5=REAL_BYT5)
-
-def build_vae(
-    config=REAL_VAE, # arguments of AutoencoderKL
-    device="meta",
-): # AutoencoderKL with random weights
-    "Build an autoencoder directly on a device."
-    from diffusers import AutoencoderKL
-    with torch.device(device): return AutoencoderKL(**config).eval().requires_grad_(False)
-
-def build_byt5(
-    config=REAL_BYT5, # arguments of T5Config
-    device="meta",
-): # T5EncoderModel with random weights
-    "Build the glyph encoder directly on a device."
-    from transformers import T5Config, T5EncoderModel
-    with torch.device(device), _quiet(): return T5EncoderModel(T5Config(**config)).eval().requires_grad_(False)
 
 def build_pipeline(
     sizes=REAL, # dict: ar, dit, vae, byt5: arguments of their configurations
@@ -656,9 +642,9 @@ def build_pipeline(
     if len(tokenizer) > text["vocab_size"]: raise ValueError(f"vocab_size {text['vocab_size']}: the tokenizer has {len(tokenizer)} words")
     ids = dict(image_start_token_id=codes, image_end_token_id=codes + 1, image_token_id=tokenizer.convert_tokens_to_ids("<|image|>"))
     cast = lambda part: torch.nn.Module.to(part, dtype)                 # diffusers' own `to` warns of layers that should stay float32, even if there are none
-    dit = cast(build_dit(sizes["dit"], device))                         # first: for a moment it is there in float32
+    dit = cast(build_part("dit", sizes["dit"], device))                         # first: for a moment it is there in float32
     ar = build_ar(dict(sizes["ar"], text_config=dict(text, eos_token_id=codes + 1, pad_token_id=tokenizer.pad_token_id), **ids), device, dtype)
-    parts = make_parts(tokenizer, codes) | dict(transformer=dit, vision_language_encoder=ar, vae=cast(build_vae(sizes["vae"], device)), text_encoder=cast(build_byt5(sizes["byt5"], device)))
+    parts = make_parts(tokenizer, codes) | dict(transformer=dit, vision_language_encoder=ar, vae=cast(build_part("vae", sizes["vae"], device)), text_encoder=cast(build_part("byt5", sizes["byt5"], device)))
     pipe = GlmImagePipeline(**parts)
     pipe.set_progress_bar_config(disable=True)
     return pipe
@@ -671,7 +657,7 @@ def wrap(
     with unittest.mock.patch.object(sys.modules[GLMImageWrapper.__module__], "load_pipeline", lambda *_: pipe):
         return GLMImageWrapper("GLM-Image with random weights", torch_dtype=pipe.dtype, device=pipe.device, **options)
 
-# %% ../nbs/14_bench.ipynb #c111
+# %% ../nbs/14_bench.ipynb #c112
 def numbered(images): # [N, 3, H, W] -> [N]
     "A reward that costs nothing and differs within each group, so that the update leaves no picture out."
     return torch.arange(len(images)).float()
@@ -707,7 +693,7 @@ def measure_full_step(
     return dict(pictures=N, seconds_draw=seconds_draw, seconds_update=seconds_update, peak_draw=peak_draw, peak_update=peak_update, flops_pictures=flops,
                 floor_pictures=flops / product_speed(device, model.dtype, 8192 if device.type == "cuda" else 512), metrics=metrics)
 
-# %% ../nbs/14_bench.ipynb #c116
+# %% ../nbs/14_bench.ipynb #c117
 def full_size_bench(
     batch=32, # rows of the AR part
     image_size=512, # pixels of the AR part
@@ -748,7 +734,7 @@ def full_step_notes(
     return [f"Whole step: AR, DiT, VAE and ByT5 of GLM-Image's own sizes, LoRA on both halves, 1024 x 1024 pixels, 4 drawings of tokens with 2 pictures each, {num_inference_steps} denoising steps with guidance, a window of 2, gradient checkpointing, one picture scored at a time.",
             f"Drawing {step['seconds_draw']:.1f} s (peak {step['peak_draw'] / 1e9:.1f} GB), the update {step['seconds_update']:.1f} s (peak {step['peak_update'] / 1e9:.1f} GB). Floor of denoising and decoding: {step['flops_pictures'] / 1e12:,.0f} trillion operations at the speed of one large product in the same run, {step['floor_pictures']:.1f} s."]
 
-# %% ../nbs/14_bench.ipynb #c120
+# %% ../nbs/14_bench.ipynb #c121
 def run_bench(
     model_name="data/tiny-glm-image",
     prompts_file="data/t2i/train/prompts.txt",
@@ -800,7 +786,7 @@ def run_bench(
     if cpu_time: notes.append("Others used the machine at the same time: the seconds are those of the processor that these processes used, not the clock's.")
     return dict(circumstances=circumstances(device, command), options=options, rows=rows, groups=lines, drawing=drawing, step=step, notes=notes)
 
-# %% ../nbs/14_bench.ipynb #c122
+# %% ../nbs/14_bench.ipynb #c123
 def dit_bench(
     model_name="data/tiny-glm-image",
     prompts_file="data/words/train/prompts.txt",
@@ -855,7 +841,7 @@ def dit_bench(
     if cpu_time: notes.append("Others used the machine at the same time: the seconds are those of the processor that these processes used, not the clock's (but for drawing and update of the last note).")
     return dict(circumstances=circumstances(device, command), options=options, rows=rows, difference=difference, pictures=pictures, windows=table, steps=steps, notes=notes)
 
-# %% ../nbs/14_bench.ipynb #c127
+# %% ../nbs/14_bench.ipynb #c128
 def main(
     argv=None, # words of the command line; None: those of this process
 ): # int, status
