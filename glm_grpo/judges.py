@@ -54,7 +54,7 @@ def _processor(folder, **options):
 def _in_batches(score, size, *inputs):
     "score(slices of the inputs) -> [n] each, put together: [N] float32 on the CPU."
     with torch.inference_mode(): parts = [score(*(x[i:i + size] for x in inputs)).float().cpu() for i in range(0, len(inputs[0]), size)]
-    return torch.cat(parts).clone()
+    return torch.cat(parts)
 
 # %% ../nbs/18_judges.ipynb #c024
 class _TwoTowers:
