@@ -126,7 +126,7 @@ def _lora_options(lora):
     return lora
 
 # %% ../nbs/08_glm.ipynb #c029
-_HALVES = dict(ar=("language_model.layers", "target_modules"), dit=("transformer_blocks", "dit_target_modules"))      # where the layers are, and what names them
+_HALVES = dict(ar=(r"(?:.*\.)?language_model\.layers\.\d+\.", "target_modules"), dit=(r"(?:transformer_blocks\.\d+\.)?", "dit_target_modules"))      # where the layers are (in the DiT: anywhere), and what names them
 
 def add_lora(
     model, # GlmImageForConditionalGeneration, or the DiT; adapters are put into it
@@ -138,11 +138,11 @@ def add_lora(
     from peft import LoraConfig, get_peft_model
     where, field = _HALVES[half]
     names = getattr(options, field)
-    inside = re.compile(rf"(?:.*\.)?{where}\.\d+\.(.*)")
+    inside = re.compile(f"{where}(.*)")
     there = {m[1] for n, layer in model.named_modules() if isinstance(layer, torch.nn.Linear) and (m := inside.fullmatch(n))}
     wrong = [n for n in names if not any(f".{t}".endswith(f".{n}") for t in there)]
     if wrong or not names: raise UserError(f"lora.{field} '{', '.join(wrong)}': no such layer in the {'language model' if half == 'ar' else 'DiT'}. There are {', '.join(sorted(there))}.")
-    pattern = rf"(?:.*\.)?{where}\.\d+\.(?:.*\.)?({'|'.join(map(re.escape, names))})"
+    pattern = rf"{where}(?:.*\.)?({'|'.join(map(re.escape, names))})"
     with _quiet(), torch.random.fork_rng():              # peft draws from the global generator: put back what it took
         model = get_peft_model(model, LoraConfig(r=options.rank, lora_alpha=options.alpha, target_modules=pattern, lora_dropout=0.0))
     g = torch.Generator().manual_seed(seed)
