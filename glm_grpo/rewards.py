@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['simple_reward_function', 'SceneCheck', 'SignReader', 'sign_reward', 'edit_reward', 'EditCheck', 'DetailCheck',
-           'RewardError', 'reward_name', 'call_reward', 'call_rewards', 'WeightedReward']
+           'RewardError', 'reward_name', 'call_reward', 'SideBySide', 'WeightedReward']
 
 # %% ../nbs/04_rewards.ipynb #c002
-import functools, inspect, math, re, threading, time
+import functools, inspect, math, queue, re, threading, time, weakref
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -292,24 +292,39 @@ def call_reward(
     return rewards
 
 # %% ../nbs/04_rewards.ipynb #c073
-def call_rewards(
-    parts, # dict: name -> callable
-    images, prompts, targets=None, sources=None, metadata=None, # as in `call_reward`
-    time_limit=None, # seconds that they may take; None: for ever
-): # dict: name -> [N] float32, NaN where a part has nothing to score
-    "All rewards side by side, a thread each. RewardError and UserError as `call_reward`, and RewardError with the name of a part that takes too long."
-    done = {}
-    def work(name, reward):
-        try: done[name] = call_reward(reward, images, prompts, targets, sources, metadata, name=name, may_skip=True)
-        except BaseException as e: done[name] = e                   # raised again below, where it can be seen
-    threads = {name: threading.Thread(target=work, args=(name, reward), daemon=True, name=f"reward {name}") for name, reward in parts.items()}
-    for t in threads.values(): t.start()
-    end = math.inf if time_limit is None else time.monotonic() + time_limit
-    for name, t in threads.items():
-        t.join(None if time_limit is None else max(0.0, end - time.monotonic()))
-        if name not in done: raise RewardError(f"The reward {name} has not answered within {time_limit:g} s (reward.time_limit; first prompt of the batch: {prompts[0]!r}).", name, prompts[0], images[0].detach().float().cpu())
-        if isinstance(done[name], BaseException): raise done[name]
-    return {name: done[name] for name in parts}
+def _serve(jobs):
+    "A part's thread: do what comes, until None comes."
+    for answers, call in iter(jobs.get, None):
+        try: answers.put(call())
+        except BaseException as e: answers.put(e)                   # raised again by the one who asked
+
+class SideBySide:
+    """Rewards called at the same time, each in a thread of its own, which stays: text readers and the like keep one model a thread.
+
+    Called with images, prompts and so on as `call_reward` -> dict: name -> [N] float32, NaN where a part has nothing to score. RewardError and UserError as there, and RewardError with the name of a part that takes too long.
+    """
+    def __init__(self,
+        parts, # dict: name -> callable
+        time_limit=None, # seconds that they may take for a call; None: for ever
+    ): self.parts, self.time_limit, self.jobs = parts, time_limit, {}
+
+    def _ask(self, name, *given):
+        if name not in self.jobs:
+            self.jobs[name] = jobs = queue.SimpleQueue()
+            threading.Thread(target=_serve, args=(jobs,), daemon=True, name=f"reward {name}").start()
+            weakref.finalize(self, jobs.put, None)                  # without us it may end
+        answers = queue.SimpleQueue()
+        self.jobs[name].put((answers, functools.partial(call_reward, self.parts[name], *given, name=name, may_skip=True)))
+        return answers
+
+    def __call__(self, images, prompts, targets=None, sources=None, metadata=None):
+        waiting, out = {name: self._ask(name, images, prompts, targets, sources, metadata) for name in self.parts}, {}
+        end = None if self.time_limit is None else time.monotonic() + self.time_limit
+        for name, answers in waiting.items():
+            try: out[name] = answers.get(timeout=None if end is None else max(0.001, end - time.monotonic()))
+            except queue.Empty: raise RewardError(f"The reward {name} has not answered within {self.time_limit:g} s (reward.time_limit; first prompt of the batch: {prompts[0]!r}).", name, prompts[0], images[0].detach().float().cpu()) from None
+            if isinstance(out[name], BaseException): raise out[name]
+        return out
 
 # %% ../nbs/04_rewards.ipynb #c080
 class WeightedReward:
@@ -325,11 +340,12 @@ class WeightedReward:
         if not weights: raise UserError("reward.metrics is empty. Give at least one weight, for example reward.metrics.scene=1.0.")
         unknown = [n for n in weights if n not in parts]
         if unknown: raise UserError(f"There is no reward called {unknown[0]!r}. There are: {', '.join(sorted(parts))}.")
-        self.parts, self.weights, self.time_limit, self.last, self.weighted = {n: parts[n] for n in weights}, dict(weights), time_limit, {}, {}
+        self.parts, self.weights, self.last, self.weighted = {n: parts[n] for n in weights}, dict(weights), {}, {}
+        self.side_by_side = SideBySide(self.parts, time_limit)
         self.name = " + ".join(f"{w:g} {n}" for n, w in weights.items())
 
     def __call__(self, images, prompts, targets=None, sources=None, metadata=None):
-        self.last = call_rewards(self.parts, images, prompts, targets, sources, metadata, self.time_limit)
+        self.last = self.side_by_side(images, prompts, targets, sources, metadata)
         speaks = sum(abs(self.weights[n]) * ~r.isnan() for n, r in self.last.items())                     # [N]: the weight of those that say something
         if silent := (speaks == 0).nonzero().flatten().tolist():
             i, names = silent[0], ", ".join(n for n, w in self.weights.items() if w)

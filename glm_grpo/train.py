@@ -10,9 +10,10 @@ __all__ = ['choose_folder', 'Interrupts', 'check_resume', 'make_trainer', 'read_
 import json, os, signal, sys, threading, warnings
 from pathlib import Path
 import torch
+from tqdm import tqdm
 from .config import check_config, image_height_width, parse_args, run_command, to_yaml
 from .data import UserError, atomic_write, make_dataloader
-from .evaluate import _where, before_after_figure, check_reward, evaluate_config, load_model, make_reward, open_data, reward_curve_figure, rollout_options, save_figure, write_eval
+from .evaluate import ImageStatistics, PeriodicEvaluation, _where, before_after_figure, check_reward, evaluate_config, load_model, make_reward, open_data, other_metrics, reward_curve_figure, rollout_options, save_failed, save_figure, part_weights, write_eval
 from .rewards import RewardError, reward_name
 from .trainer import CheckpointCallback, JsonlLogger, MinimalGRPOTrainer, ProgressBar, SampleGrid, TrackerLogger
 
@@ -79,15 +80,16 @@ def make_trainer(
     dataset, # training prompts
     reward, # callable
     out, # folder of the run
+    watch=(), # more callbacks, called before the line is written
 ): # MinimalGRPOTrainer with the callbacks that write `out`
     "Everything that a run needs, put together."
     t, g, o, options, out = config.training, config.reward.grpo, config.rollout, rollout_options(config), Path(out)
     rollout = {k: options.pop(k) for k in ("batch_size", "noise_level", "sde_type", "window", "window_kind", "ratio_norm", "shared_noise")}
-    callbacks = [JsonlLogger(out / "metrics.jsonl"), TrackerLogger(out, every=t.log_interval, image_every=t.sample_interval), SampleGrid(out / "samples", every=t.sample_interval),
+    callbacks = [ImageStatistics(), *watch, JsonlLogger(out / "metrics.jsonl"), TrackerLogger(out, every=t.log_interval, image_every=t.sample_interval), SampleGrid(out / "samples", every=t.sample_interval),
                  CheckpointCallback(out / "checkpoints", every=t.save_interval), ProgressBar()]
     return MinimalGRPOTrainer(model, make_dataloader(dataset, t.batch_size, t.seed), reward, g.num_samples, dict(ar=g.clip_range, dit=g.dit_clip_range), dict(ar=t.learning_rate, dit=t.dit_learning_rate or t.learning_rate), **options,
         pictures_per_sample=g.pictures_per_sample if config.model.component == "both" else 1, micro_batch_size=t.micro_batch_size, updates_per_rollout=t.updates_per_rollout, mini_batches=t.mini_batches,
-        max_grad_norm=t.max_grad_norm, beta=g.beta, loss_type=g.loss_type, scale=g.scale, weight_decay=t.weight_decay, lr_scheduler=t.lr_scheduler, warmup_steps=t.warmup_steps, seed=t.seed, mode=t.mode,
+        max_grad_norm=t.max_grad_norm, beta=g.beta, loss_type=g.loss_type, scale=g.scale, normalise=config.reward.normalise, weight_decay=t.weight_decay, lr_scheduler=t.lr_scheduler, warmup_steps=t.warmup_steps, seed=t.seed, mode=t.mode,
         loss_options=dict(clip_range_high=g.clip_range_high, importance_sampling_level=g.importance_sampling_level), rollout_options=dict(rollout, score_batch_size=t.micro_batch_size), callbacks=callbacks)
 
 def read_metrics(
@@ -97,14 +99,15 @@ def read_metrics(
     return [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()] if Path(path).is_file() else []
 
 # %% ../nbs/13_train.ipynb #c030
-def _mean(result):
-    parts = ", ".join(f"{k} {v:.3f}" for k, v in result["metrics"].items()) if len(result["metrics"]) > 1 else ""
+def _mean(result, reward):
+    names = part_weights(reward)
+    parts = ", ".join(f"{k} {v:.3f}" for k, v in result["metrics"].items() if k in names) if len(names) > 1 else ""
     return f"held-out reward {result['reward_mean']:.3f} +- {result['standard_error']:.3f} ({parts}{'; ' if parts else ''}{result['pictures']} pictures of {len(result['prompts'])} prompts, {result['seconds']:.0f} s)"
 
-def _remedy(error):
-    "What to do about an error in the middle of training."
+def _remedy(error, out):
+    "What to do about an error in the middle of training; the picture that a reward failed on goes to `out`."
     if isinstance(error, torch.OutOfMemoryError): return "Out of memory. Lower training.micro_batch_size (say 4) and rollout.batch_size, or set model.gradient_checkpointing true."
-    if isinstance(error, RewardError): return _where(error) + ". Mend the reward."
+    if isinstance(error, RewardError): return _where(error).rstrip(".") + ". Mend the reward." + save_failed(error, out)
     return str(error) if isinstance(error, UserError) else f"{error}."
 
 def write_config(config, out):
@@ -114,12 +117,15 @@ def write_config(config, out):
 def write_results(
     out, # folder of the run
     before, after, # results of `evaluate`, or None
+    watch=None, # PeriodicEvaluation: its history and warnings go into the page
 ):
-    "eval.json, before_after.png and reward_curve.png, as far as there is something to show."
+    "eval.json, before_after.png, page.html and reward_curve.png, as far as there is something to show."
     out, lines = Path(out), read_metrics(Path(out) / "metrics.jsonl")
     if before and after:
         write_eval(out / "eval.json", before=before, after=after)
         save_figure(before_after_figure(before, after), out / "before_after.png")
+        from glm_grpo.report import write_page
+        write_page(out / "page.html", before, after, trained=watch.trained if watch else (), history=watch.history if watch else None)
     if lines: save_figure(reward_curve_figure(lines, before, after), out / "reward_curve.png")
 
 # %% ../nbs/13_train.ipynb #c033
@@ -141,7 +147,10 @@ def train(
         model = load_model(config)
         say("", repr(model))
         config.training.output_dir = str(out)
-        trainer = make_trainer(config, model, dataset, reward, out)
+        others = other_metrics(config, reward) if config.training.eval_samples else ({}, {})
+        watch = PeriodicEvaluation(out / "eval_history.jsonl", lambda: evaluate_config(model, config, heldout, reward, None, others), config.training.eval_interval,
+                                   [name for name, w in part_weights(reward).items() if w], lambda text: tqdm.write(f"{'WARNING':>10}  {text}"))
+        trainer = make_trainer(config, model, dataset, reward, out, [watch])
         if not config.resume: write_config(config, out)
         say("run", str(out))
         interrupted = out / "checkpoints" / "checkpoint_interrupt"
@@ -149,8 +158,9 @@ def train(
         before = after = None
         try:
             if config.training.eval_samples:
-                before = evaluate_config(model, config, heldout, reward, "    before")      # of the model as it was loaded, also when a run goes on
-                say("before", _mean(before))
+                before = evaluate_config(model, config, heldout, reward, "    before", others)      # of the model as it was loaded, also when a run goes on
+                say("before", _mean(before, reward))
+                watch.add(0, before)
             if config.resume:
                 with warnings.catch_warnings(record=True) as notes: trainer.load_checkpoint(config.resume)
                 for note in notes: say("note", str(note.message))
@@ -161,8 +171,9 @@ def train(
             interrupts.trainer = None
             if trainer.step < config.training.max_steps: raise KeyboardInterrupt                # stopped after a step
             if config.training.eval_samples:
-                after = evaluate_config(model, config, heldout, reward, "     after")
-                say("after", _mean(after))
+                after = evaluate_config(model, config, heldout, reward, "     after", others)
+                say("after", _mean(after, reward))
+                watch.add(trainer.step, after)
         except KeyboardInterrupt:
             if interrupts.trainer is not None: raise                                            # the second Ctrl+C, in the middle of a step
             write_results(out, before, None)
@@ -176,9 +187,9 @@ def train(
         except Exception as e:
             saved = trainer.step > step
             if saved: trainer.save_checkpoint(interrupted)
-            if isinstance(e, (UserError, RewardError, torch.OutOfMemoryError, OSError)): raise UserError(_remedy(e) + f" {trainer.step} steps are saved; {again}" * saved) from e
+            if isinstance(e, (UserError, RewardError, torch.OutOfMemoryError, OSError)): raise UserError(_remedy(e, out) + f" {trainer.step} steps are saved; {again}" * saved) from e
             raise
-        write_results(out, before, after)
+        write_results(out, before, after, watch)
         say("written", ", ".join(str(p.relative_to(out)) for p in sorted(out.iterdir()) if not p.name.startswith(".")) + f" in {out}")
         if after: say("result", f"held-out reward {before['reward_mean']:.3f} -> {after['reward_mean']:.3f} ({after['reward_mean'] - before['reward_mean']:+.3f}); see {out / 'before_after.png'}")
     return 0

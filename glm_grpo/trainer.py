@@ -288,7 +288,7 @@ class MinimalGRPOTrainer:
         for g, own in zip(self.optimizer.param_groups, settings): g.update(own)
         self.step, self.bad_steps = note["step"], note["bad_steps"]
 
-# %% ../nbs/10_trainer.ipynb #c102
+# %% ../nbs/10_trainer.ipynb #c104
 class ProgressBar(Callback):
     "A line that shows step, reward, ratio, KL and, where an evaluation warned, how often."
     def __init__(self,
@@ -303,7 +303,7 @@ class ProgressBar(Callback):
         self.bar.update(1)
     def on_train_end(self, trainer): self.bar.close()
 
-# %% ../nbs/10_trainer.ipynb #c105
+# %% ../nbs/10_trainer.ipynb #c107
 class JsonlLogger(Callback):
     "Appends each step's metrics to a file, at once. At the start the lines after the trainer's step are taken out. What is not finite is written as null."
     def __init__(self,
@@ -322,7 +322,7 @@ class JsonlLogger(Callback):
         self.file.flush()
     def on_train_end(self, trainer): self.file.close()
 
-# %% ../nbs/10_trainer.ipynb #c108
+# %% ../nbs/10_trainer.ipynb #c110
 def sample_grid(
     rollout, # dict with prompts (list of N), image_tensors [N, 3, H, W] in [0, 1], rewards [N]; perhaps source_images (N lists of PIL pictures): the first is shown on the left
     group_size, # G
@@ -350,7 +350,7 @@ def sample_grid(
             draw.text((4 + (j + first)*(w + 4), y + line + h), f"{row[k]:.3f}", fill="gray", font=font)
     return sheet
 
-# %% ../nbs/10_trainer.ipynb #c111
+# %% ../nbs/10_trainer.ipynb #c113
 class SampleGrid(Callback):
     "Writes `sample_grid` of every so many steps to folder/step_000010.png."
     def __init__(self,
@@ -362,7 +362,7 @@ class SampleGrid(Callback):
         if self.every and (trainer.step % self.every == 0 or trainer.step == 1):
             with atomic_write(self.folder/f"step_{trainer.step:06d}.png", "wb") as f: sample_grid(rollout, trainer.pictures, self.groups).save(f, format="PNG")
 
-# %% ../nbs/10_trainer.ipynb #c114
+# %% ../nbs/10_trainer.ipynb #c116
 class CheckpointCallback(Callback):
     "Saves folder/checkpoint_step_N every so many steps, and folder/checkpoint_final when the last step is done."
     def __init__(self,
@@ -373,7 +373,7 @@ class CheckpointCallback(Callback):
         if self.every and trainer.step % self.every == 0: trainer.save_checkpoint(self.folder/f"checkpoint_step_{trainer.step}")
         if trainer.step == trainer.last_step: trainer.save_checkpoint(self.folder/"checkpoint_final")
 
-# %% ../nbs/10_trainer.ipynb #c117
+# %% ../nbs/10_trainer.ipynb #c119
 class TrackerLogger(Callback):
     "Metrics as train/loss, train/reward_mean... and pictures, through accelerate's trackers, to output_dir/logs."
     def __init__(self,

@@ -37,7 +37,7 @@ def folder(tmp_path):
 def small(folder, *words):
     "A run of the least size: one prompt, two pictures of 64 pixels; hot, or both would be the same and teach nothing."
     return ['--data.prompts_file', f'{folder}/prompts.txt', '--data.image_size', '64', '--training.batch_size', '1', '--reward.grpo.num_samples', '2', '--rollout.num_inference_steps', '1',
-            '--rollout.guidance_scale', '1', '--rollout.temperature', '3', '--rollout.top_p', '1', '--reward.function', f'{folder}/green.py:green', '--training.eval_samples', '0', '--training.sample_interval', '0', *words]
+            '--rollout.guidance_scale', '1', '--rollout.temperature', '3', '--rollout.top_p', '1', '--reward.functions', f'{folder}/green.py:green', '--training.eval_samples', '0', '--training.sample_interval', '0', *words]
 
 
 def main(*words):
@@ -84,7 +84,7 @@ def wrong_inputs(folder):
         'more noise than cps has': (['--model.component', 'dit', '--rollout.noise_level', '1.5'], 'at most 1'),
         'a reward for a half that does not learn': (['--reward.dit_metrics', '{sign: 1}'], 'model.component'),
         'one picture of each drawing of tokens': (['--model.component', 'both', '--reward.grpo.pictures_per_sample', '1'], 'at least 2'),
-        'no such adapter layer in the DiT': (['--model.component', 'dit', '--model.dit_lora_target_modules', '[qkv]', *mine, '--reward.function', f'{folder}/green.py:green'], 'qkv'),
+        'no such adapter layer in the DiT': (['--model.component', 'dit', '--model.dit_lora_target_modules', '[qkv]', *mine, '--reward.functions', f'{folder}/green.py:green'], 'qkv'),
         'a group of one': (['--reward.grpo.num_samples', '1'], 'at least 2'),
         'not a multiple of 32': (['--data.image_size', '100'], '96'),
         'not a multiple of 32, one side': (['--data.image_size', '[128, 130]'], '128'),
@@ -92,6 +92,12 @@ def wrong_inputs(folder):
         'no steps': (['--num_steps', '0'], 'at least 1'),
         'KL without a reference': (['--model.lora', 'false', '--reward.grpo.beta', '0.1'], 'model.lora true'),
         'unknown metric': (['--reward.metrics.beauty', '1'], 'scene'),
+        'a metric whose weights the user must bring': (['--reward.metrics.clip', '1'], 'reward.models.clip'),
+        'no such weights': (['--reward.metrics.clip', '1', '--reward.models.clip', f'{folder}/none'], 'none'),
+        'a server that is not there': (['--reward.metrics.far', '1', '--reward.remote.far', 'http://127.0.0.1:9'], '127.0.0.1:9'),
+        'a function without its file': (['--reward.functions', 'green'], 'my_reward.py:redness'),
+        'no such module': (['--reward.functions', 'nowhere.colours:green'], 'nowhere'),
+        'evaluations that are switched off': (['--training.eval_interval', '2', '--training.eval_samples', '0'], 'eval_samples'),
         'nothing to learn from': (['--reward.metrics', '{scene: 0}'], 'scene'),
         'unknown option in a file': (['--config', f'{folder}/bad.yaml'], 'learning_rate'),
         'torn YAML': (['--config', f'{folder}/torn.yaml'], 'torn.yaml, line 2'),
@@ -104,7 +110,7 @@ def wrong_inputs(folder):
         'mismatched counts': (['--data.prompts_file', f'{folder}/two.txt'], '3 pictures for 2 prompts'),
         'no such pictures': ([*mine, '--data.target_images_dir', f'{folder}/none'], 'none'),
         'a broken picture': ([*mine, '--data.target_images_dir', f'{folder}/bad'], '1.png'),
-        'no such reward': ([*mine, '--reward.function', f'{folder}/no_reward.py:green'], 'There are: other'),
+        'no such reward': ([*mine, '--reward.functions', f'{folder}/no_reward.py:green'], 'There are: other'),
         'reward without targets': (['--data.prompts_file', f'{folder}/free/prompts.txt', '--reward.use_advanced', 'false'], 'data.target_images_dir'),
         'a folder that is no model': (['--model.name', str(folder)], 'model_index.json'),
         'half a model': (['--model.name', f'{folder}/half_model'], 'half_model'),
@@ -233,8 +239,44 @@ def test_a_reward_that_breaks_later_loses_nothing(folder, capsys):
     (folder / 'green.py').write_text('calls = []\n' + GREEN.replace('return', 'calls.append(1); 1 / (4 - len(calls)); return'))
     assert main(*small(folder, '--num_steps', 50, '--output_dir', folder / 'run')) == 2
     message = capsys.readouterr().err.strip().splitlines()[-1]
-    assert 'ZeroDivisionError' in message and 'green.py, line 2' in message and 'checkpoint_interrupt' in message
+    assert 'reward green' in message and 'ZeroDivisionError' in message and 'green.py, line 2' in message and 'checkpoint_interrupt' in message and 'failed_reward/green.png' in message
     assert steps(folder / 'run') == [1] and (folder / 'run/checkpoints/checkpoint_interrupt').is_dir()
+    assert Image.open(folder / 'run/failed_reward/green.png').size == (64, 64)
+    assert (folder / 'run/failed_reward/green.txt').read_text().splitlines()[0] in PROMPTS
+
+
+def test_a_reward_that_hangs_is_named(folder, capsys):
+    (folder / 'green.py').write_text('import time\ncalls = []\n' + GREEN.replace('return', 'calls.append(1); len(calls) > 2 and time.sleep(300); return'))
+    begun = time.monotonic()
+    assert main(*small(folder, '--num_steps', 2, '--reward.time_limit', 3, '--output_dir', folder / 'run')) == 2
+    assert 'reward green has not answered within 3 s' in capsys.readouterr().err and time.monotonic() - begun < 200
+
+
+def test_parts_are_logged_and_evaluations_during_training_can_be_repeated(folder, capsys, monkeypatch):
+    "Two rewards of the user's, one of which has nothing to score in some pictures; each step's line, the history, and a checkpoint compared with another."
+    from glm_grpo.evaluate import main as evaluate_main
+    (folder / 'kit').mkdir()
+    (folder / 'kit/dark_things.py').write_text('def dark(images, prompts): return [float("nan") if "two" in p else 1 - x.mean().item() for x, p in zip(images, prompts)]\n')
+    monkeypatch.syspath_prepend(folder)
+    run, both = folder / 'run', f'[{folder}/green.py:green,kit.dark_things:dark]'
+    words = small(folder, '--num_steps', 2, '--training.save_interval', 1, '--training.eval_interval', 1, '--training.eval_samples', 2, '--training.batch_size', 3, '--training.learning_rate', 0.01, '--output_dir', run)
+    assert main(*words, '--reward.functions', both, '--reward.metrics', '{dark: 0.5, jpeg_compressibility: 0}', '--reward.normalise', 'group') == 0
+    capsys.readouterr()
+    for line in without_seconds(run):
+        assert line['reward/green_weighted'] + line['reward/dark_weighted'] == pytest.approx(line['reward_mean'], abs=1e-5) and line['reward/jpeg_compressibility_weighted'] == 0 > line['reward/jpeg_compressibility']
+        assert 0 < line['image/brightness'] < 1 and line['image/diversity'] > 0 and line['grad_norm'] > 0
+    history = [json.loads(line) for line in (run / 'eval_history.jsonl').read_text().splitlines()]
+    result = json.loads((run / 'eval.json').read_text())
+    assert [h['step'] for h in history] == [0, 1, 2] and [history[i]['rewards'] for i in (0, 2)] == [result[k]['rewards'] for k in ('before', 'after')]
+    assert {'dark', 'green', 'mse', 'jpeg_incompressibility'} <= set(history[0]['metrics']) and [row[0] is None for row in history[0]['values']['dark']] == ['two' in p for p in PROMPTS]
+    assert evaluate_main(['--checkpoint', str(run), '--baseline', str(run / 'checkpoints/checkpoint_step_1')]) == 0
+    out = run / 'eval_checkpoint_final'
+    again = json.loads((out / 'eval.json').read_text())
+    assert [again[k]['rewards'] for k in ('before', 'after')] == [h['rewards'] for h in history[1:]] and again['before']['values'] == history[1]['values']
+    page = (out / 'page.html').read_text()
+    assert 'data:image/' in page and 'jpeg_incompressibility' in page and '://' not in page
+    text = capsys.readouterr().out
+    assert 'brightness' in text and 'not measured: scene' not in text and 'not measured: edit:' in text
 
 
 def test_evaluate_a_checkpoint(folder, capsys):
