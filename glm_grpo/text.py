@@ -71,24 +71,18 @@ class TextReader:
                "EngineConfig.onnxruntime.intra_op_num_threads": 1, "EngineConfig.onnxruntime.inter_op_num_threads": 1}
 
     def __init__(self):
-        self._thread, self._last = threading.local(), (None, None)
-        self._engine()
-
-    def _engine(self):
-        "This thread's own engine."
-        if not hasattr(self._thread, "engine"):
-            try: import rapidocr
-            except ImportError as e: raise UserError(f"Reading text needs the package {e.name}, which is missing. Install it: pip install 'glm_grpo[rewards]'") from e
-            paths = {part: Path(rapidocr.__file__).parent / "models" / name for part, name in self.models.items()}
-            for path in paths.values():
-                if not path.is_file(): raise UserError(f"The installed rapidocr has no {path.name} inside. Install the version that has it: pip install rapidocr==3.10.0")
-            self._thread.engine = rapidocr.RapidOCR(params=self.options | {f"{part}.model_path": str(path) for part, path in paths.items()})
-        return self._thread.engine
+        try: import rapidocr
+        except ImportError as e: raise UserError(f"Reading text needs the package {e.name}, which is missing. Install it: pip install 'glm_grpo[rewards]'") from e
+        paths = {part: Path(rapidocr.__file__).parent / "models" / name for part, name in self.models.items()}
+        for path in paths.values():
+            if not path.is_file(): raise UserError(f"The installed rapidocr has no {path.name} inside. Install the version that has it: pip install rapidocr==3.10.0")
+        self._engine = rapidocr.RapidOCR(params=self.options | {f"{part}.model_path": str(path) for part, path in paths.items()})
+        self._last, self._lock = (None, None), threading.Lock()
 
     def _read(self, picture):
         "picture [H, W, 3] uint8 -> lines in reading order"
         edge = self.border if max(picture.shape) <= self.small else 0
-        found = self._engine()(np.pad(picture[:, :, ::-1], ((edge, edge), (edge, edge), (0, 0)), constant_values=128))       # it wants BGR
+        found = self._engine(np.pad(picture[:, :, ::-1], ((edge, edge), (edge, edge), (0, 0)), constant_values=128))       # it wants BGR
         return [] if found.txts is None else _in_order([(t, float(c), b - edge) for t, c, b in zip(found.txts, found.scores, found.boxes)])
 
     def read(self,
@@ -97,9 +91,10 @@ class TextReader:
         "What is written. The last batch is kept, so that two rewards that look at the same pictures read them once."
         if images.ndim != 4 or images.shape[1] != 3: raise UserError(f"The text reader wants pictures [N, 3, H, W], not {list(images.shape)}.")
         pixels = (images.detach().float().cpu().clamp(0, 1) * 255).round().byte().permute(0, 2, 3, 1).contiguous().numpy()
-        key, last = (pixels.shape, hashlib.sha256(pixels).digest()), self._last
-        if last[0] != key: last = self._last = key, [self._read(p) for p in pixels]
-        return last[1]
+        key = pixels.shape, hashlib.sha256(pixels).digest()
+        with self._lock:                                     # two rewards in two threads: the second waits, and finds them read
+            if self._last[0] != key: self._last = key, [self._read(p) for p in pixels]
+            return self._last[1]
 
 # %% ../nbs/16_text.ipynb #c048
 @functools.cache
