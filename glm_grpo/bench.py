@@ -8,7 +8,7 @@ __all__ = ['REAL_AR', 'REAL_DIT', 'REAL_VAE', 'REAL_BYT5', 'REAL', 'wait_for', '
            'whole_picture', 'brightness', 'PlainTrainer', 'measure_step', 'in_own_process', 'measure_groups',
            'pipeline_pictures', 'difference_to_pipeline', 'count_flops', 'product_speed', 'picture_flops',
            'measure_pictures', 'table_row', 'to_markdown', 'save_table', 'smooth', 'time_to_match', 'learn_in_turns',
-           'measure_windows', 'windows_figure', 'build_ar', 'build_part', 'bytes_a_step', 'copy_bandwidth',
+           'colourful', 'measure_windows', 'windows_figure', 'build_ar', 'build_part', 'bytes_a_step', 'copy_bandwidth',
            'made_up_prompts', 'measure_full_size', 'build_pipeline', 'wrap', 'numbered', 'measure_full_step',
            'full_size_bench', 'full_step_rows', 'full_step_notes', 'run_bench', 'dit_bench', 'main']
 
@@ -23,7 +23,8 @@ from .data import UserError, atomic_write, pil_to_tensor, read_lines
 from .evaluate import evaluate, save_figure
 from .glm import GLMImageWrapper, LoraOptions, _quiet, add_lora, pick_device, slice_rollout
 from .loss import compute_grpo_loss
-from .rewards import SignReader, WeightedReward, call_reward, sign_reward
+from .perception import image_statistics
+from .rewards import SceneCheck, WeightedReward, call_reward
 from .tiny import make_parts, make_tokenizer
 from .tokens import PromptInputs, draw_tokens, large_grid_tokens, layout_positions, prepare_prompts, score_tokens, token_uniforms, upsample_tokens
 from .trainer import MinimalGRPOTrainer
@@ -452,18 +453,22 @@ def learn_in_turns(
     return curves
 
 # %% ../nbs/14_bench.ipynb #c081
+def colourful(images): # [N, 3, H, W] -> [N]
+    "Colourfulness (Hasler and Suesstrunk 2003) over 100."
+    return image_statistics(images)["colourfulness"] / 100
+
 def measure_windows(
     model_name="data/tiny-glm-image",
-    prompts_file="data/words/train/prompts.txt",
-    heldout_file="data/words/heldout/prompts.txt",
+    prompts_file="data/t2i/train/prompts.txt",
+    heldout_file="data/t2i/heldout/prompts.txt",
     window=2, # decisions of the second run
     window_kind="first", # see `choose_window`
-    steps=32, # training steps of the first run; the second trains as long in time
-    every=4, # training steps between two looks at the held-out words
-    num_prompts=8, # B
+    steps=16, # training steps of the first run; the second trains as long in time
+    every=2, # training steps between two looks at the held-out pictures
+    num_prompts=4, # B
     group_size=8, # G
-    heldout=48, # prompts to look at
-    seeds=2, # pictures of each
+    heldout=24, # prompts to look at
+    seeds=1, # pictures of each
     image_size=128, # pixels
     num_inference_steps=8, # K
     guidance_scale=2.0,
@@ -471,6 +476,7 @@ def measure_windows(
     micro_batch_size=8,
     sde_type="cps",
     noise_level=0.7,
+    drawings="data/drawings", # folder, for the scene check
     cpu_time=False, # True: seconds of the processor
     device=None,
     command="",
@@ -479,16 +485,16 @@ def measure_windows(
     "All decisions against a window: held-out reward against training seconds."
     options = {k: v for k, v in locals().items() if k not in ("say", "command", "device")}
     device, timer = pick_device(device), time.process_time if cpu_time else time.perf_counter
-    prompts, held = read_lines(prompts_file), read_lines(heldout_file)[:heldout]
+    prompts, held, scene = read_lines(prompts_file), read_lines(heldout_file)[:heldout], SceneCheck(drawings)
     size = dict(height=image_size, width=image_size, num_inference_steps=num_inference_steps, guidance_scale=guidance_scale)
     def trainer(window):
-        model = GLMImageWrapper(model_name, "dit", lora=True, device=device)
-        return MinimalGRPOTrainer(model, [None], SignReader(soft=True), group_size, learning_rate=learning_rate, micro_batch_size=micro_batch_size,
+        model = GLMImageWrapper(model_name, "dit", lora=dict(dit_target_modules=["timestep_embedder.linear_1", "timestep_embedder.linear_2", "condition_embedder.linear_1", "condition_embedder.linear_2"]), device=device)
+        return MinimalGRPOTrainer(model, [None], colourful, group_size, learning_rate=learning_rate, micro_batch_size=micro_batch_size,
                                   rollout_options=dict(noise_level=noise_level, sde_type=sde_type, window=window, window_kind=window_kind, batch_size=num_prompts * group_size), **size)
     def look(model):
-        both = WeightedReward(dict(soft=SignReader(soft=True), right=sign_reward), dict(soft=1.0, right=0.0))
+        both = WeightedReward(dict(colourful=colourful, scene=scene), dict(colourful=1.0, scene=0.0))
         found = evaluate(model, held, both, seeds=range(seeds), noise_level=0.0, batch_size=num_prompts * group_size, **size)
-        return dict(reward=found["reward_mean"], right=found["metrics"]["right"])
+        return dict(reward=found["reward_mean"], scene=found["metrics"]["scene"])
     trainers = dict(all=trainer(None), window=trainer(window))
     curves = learn_in_turns(trainers, prompts, num_prompts, steps, look, every, timer, say)
     for name, t in trainers.items(): curves[name]["decisions"] = len(t.last_rollout["decisions"])
@@ -499,8 +505,8 @@ def measure_windows(
     if match["best"] > 0: rows.append(table_row(f"best held-out reward in the same time: {what} (plain: all decisions)", match["other_best"], match["best"], "", True))
     if match["ratio"]: rows.append(table_row(f"training time until the best reward of all decisions: {what} (plain: all decisions)", match["other_seconds"], match["seconds"], "s", wanted=2))
     start = curves["all"]["looks"][0]
-    notes = [f"Reward: how surely the sign is read (`SignReader(soft=True)`), {len(held)} held-out prompts with {seeds} seeds, without noise in the steps; {start['reward']:.3f} before training, running means of three looks after it.",
-             f"{num_inference_steps} denoising steps, {sde_type}, noise level {noise_level:g}, guidance {guidance_scale:g}, LoRA, learning rate {learning_rate:g}, micro-batches of {micro_batch_size}; both train in turns, evaluation is not counted.",
+    notes = [f"Reward: colourfulness (over 100), {len(held)} held-out prompts with {seeds} seeds, without noise in the steps; {start['reward']:.3f} before training, running means of three looks after it. Scene check {start['scene']:.3f} before, " + ", ".join(f"{c['looks'][-1]['scene']:.3f} after ({k})" for k, c in curves.items()) + ".",
+             f"{num_inference_steps} denoising steps, {sde_type}, noise level {noise_level:g}, guidance {guidance_scale:g}, LoRA on the time and size embedding, learning rate {learning_rate:g}, micro-batches of {micro_batch_size}; both train in turns, evaluation is not counted.",
              "All decisions learnt nothing in this time, so reaching their best says nothing. Take more steps." if match["seconds"] == 0 else f"The window reaches the best of all decisions ({match['best']:.3f}, at {match['seconds']:.0f} s) " + (f"at {match['other_seconds']:.0f} s: {match['ratio']:.2f} times as soon." if match["ratio"] else f"not within the same time: it gets to {match['other_best']:.3f}.")]
     return dict(circumstances=circumstances(device, command), options=options, curves=curves, match=match, rows=rows, notes=notes)
 
@@ -853,9 +859,9 @@ def main(
     what.add_argument("--windows", action="store_true", help="instead: learning against time, all denoising steps against a window; also writes a figure")
     what.add_argument("--full-size", action="store_true", help="instead: the real model's sizes with random weights on a GPU")
     p.add_argument("--model", default="data/tiny-glm-image", help="folder or hub id (default: %(default)s)")
-    p.add_argument("--prompts_file", help="(default: data/t2i/train/prompts.txt; with --dit and --windows data/words/train/prompts.txt)")
-    p.add_argument("--heldout_file", default="data/words/heldout/prompts.txt", help="with --windows: prompts to look at (default: %(default)s)")
-    p.add_argument("--prompts", type=int, help="prompts in a step (default: 4; with --windows 8)")
+    p.add_argument("--prompts_file", help="(default: data/t2i/train/prompts.txt; with --dit data/words/train/prompts.txt)")
+    p.add_argument("--heldout_file", default="data/t2i/heldout/prompts.txt", help="with --windows: prompts to look at (default: %(default)s)")
+    p.add_argument("--prompts", type=int, default=4, help="prompts in a step (default: %(default)s)")
     p.add_argument("--group", type=int, default=8, help="pictures of each (default: %(default)s)")
     p.add_argument("--groups", type=int, nargs="+", default=[1, 4, 16, 64], help="group sizes whose cost a picture is measured (default: 1 4 16 64)")
     p.add_argument("--image_size", type=int, help="pixels (default: 128; with --full-size 512 for the AR alone)")
@@ -866,10 +872,11 @@ def main(
     p.add_argument("--step_repeats", type=int, default=2, help="processes for each way of the step (default: %(default)s)")
     p.add_argument("--window", type=int, default=2, help="with --windows: decisions of the window (default: %(default)s)")
     p.add_argument("--window_kind", default="first", choices=("first", "random", "sliding"), help="with --windows: which steps (default: %(default)s)")
-    p.add_argument("--steps", type=int, default=32, help="with --windows: training steps with all decisions; the window trains as long in time (default: %(default)s)")
-    p.add_argument("--every", type=int, default=4, help="with --windows: steps between two looks at the held-out words (default: %(default)s)")
-    p.add_argument("--heldout", type=int, default=48, help="with --windows: prompts to look at (default: %(default)s)")
-    p.add_argument("--seeds", type=int, default=2, help="with --windows: pictures of each (default: %(default)s)")
+    p.add_argument("--steps", type=int, default=16, help="with --windows: training steps with all decisions; the window trains as long in time (default: %(default)s)")
+    p.add_argument("--every", type=int, default=2, help="with --windows: steps between two looks at the held-out pictures (default: %(default)s)")
+    p.add_argument("--heldout", type=int, default=24, help="with --windows: prompts to look at (default: %(default)s)")
+    p.add_argument("--seeds", type=int, default=1, help="with --windows: pictures of each (default: %(default)s)")
+    p.add_argument("--drawings", default="data/drawings", help="with --windows: folder of the drawings, for the scene check (default: %(default)s)")
     p.add_argument("--threads", type=int, help="threads of torch (default: its own choice)")
     p.add_argument("--cpu_time", action="store_true", help="count seconds of the processor, not of the clock: for a CPU that is busy with other things, too")
     p.add_argument("--device", help="cuda, mps or cpu (default: the best there is)")
@@ -890,10 +897,10 @@ def main(
     letters, scenes = a.prompts_file or "data/words/train/prompts.txt", a.prompts_file or "data/t2i/train/prompts.txt"
     if kind == "full-size": result = full_size_bench(a.batch, a.image_size or 512, a.repeats, a.num_inference_steps or 10, command)
     elif kind == "windows":
-        result = measure_windows(a.model, letters, a.heldout_file, a.window, a.window_kind, a.steps, a.every, a.prompts or 8, a.group, a.heldout, a.seeds, a.image_size or 128, a.num_inference_steps or 8,
-                                 micro_batch_size=a.micro_batch, cpu_time=a.cpu_time, device=a.device, command=command)
-    elif kind == "dit": result = dit_bench(a.model, letters, a.prompts or 4, a.group, image_size=a.image_size or 128, num_inference_steps=a.num_inference_steps or 10, micro_batch_size=a.micro_batch, repeats=a.step_repeats, cpu_time=a.cpu_time, device=a.device, command=command)
-    else: result = run_bench(a.model, scenes, a.prompts or 4, a.group, tuple(a.groups), a.image_size or 128, a.num_inference_steps or 4, a.batch, a.micro_batch, a.repeats, a.step_repeats, a.cpu_time, a.device, command)
+        result = measure_windows(a.model, scenes, a.heldout_file, a.window, a.window_kind, a.steps, a.every, a.prompts, a.group, a.heldout, a.seeds, a.image_size or 128, a.num_inference_steps or 8,
+                                 micro_batch_size=a.micro_batch, drawings=a.drawings, cpu_time=a.cpu_time, device=a.device, command=command)
+    elif kind == "dit": result = dit_bench(a.model, letters, a.prompts, a.group, image_size=a.image_size or 128, num_inference_steps=a.num_inference_steps or 10, micro_batch_size=a.micro_batch, repeats=a.step_repeats, cpu_time=a.cpu_time, device=a.device, command=command)
+    else: result = run_bench(a.model, scenes, a.prompts, a.group, tuple(a.groups), a.image_size or 128, a.num_inference_steps or 4, a.batch, a.micro_batch, a.repeats, a.step_repeats, a.cpu_time, a.device, command)
     path = save_table(result, a.output_dir, kind)
     if kind == "windows": save_figure(windows_figure(result), path.with_suffix(".png"))
     print("\n" + to_markdown(result) + f"\nwritten: {path}, {path.with_suffix('.md')}" + (f", {path.with_suffix('.png')}" if kind == "windows" else ""))
