@@ -23,7 +23,6 @@ from .data import UserError, atomic_write, pil_to_tensor, read_lines
 from .evaluate import evaluate, save_figure
 from .glm import GLMImageWrapper, LoraOptions, _quiet, add_lora, pick_device, slice_rollout
 from .loss import compute_grpo_loss
-from .perception import image_statistics
 from .rewards import SceneCheck, WeightedReward, call_reward
 from .tiny import make_parts, make_tokenizer
 from .tokens import PromptInputs, draw_tokens, large_grid_tokens, layout_positions, prepare_prompts, score_tokens, token_uniforms, upsample_tokens
@@ -455,6 +454,7 @@ def learn_in_turns(
 # %% ../nbs/14_bench.ipynb #c081
 def colourful(images): # [N, 3, H, W] -> [N]
     "Colourfulness (Hasler and Suesstrunk 2003) over 100."
+    from glm_grpo.perception import image_statistics
     return image_statistics(images)["colourfulness"] / 100
 
 def measure_windows(
