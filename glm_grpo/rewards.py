@@ -298,6 +298,11 @@ def _serve(jobs):
         try: answers.put(call())
         except BaseException as e: answers.put(e)                   # raised again by the one who asked
 
+def _dismiss(jobs, thread):
+    "Let a part's thread end. It is waited for, a second at most: one that wakes up while Python is shutting down would abort the process."
+    jobs.put(None)
+    if thread is not threading.current_thread(): thread.join(1)
+
 class SideBySide:
     """Rewards called at the same time, each in a thread of its own, which stays: text readers and the like keep one model a thread.
 
@@ -311,8 +316,9 @@ class SideBySide:
     def _ask(self, name, *given):
         if name not in self.jobs:
             self.jobs[name] = jobs = queue.SimpleQueue()
-            threading.Thread(target=_serve, args=(jobs,), daemon=True, name=f"reward {name}").start()
-            weakref.finalize(self, jobs.put, None)                  # without us it may end
+            thread = threading.Thread(target=_serve, args=(jobs,), daemon=True, name=f"reward {name}")
+            thread.start()
+            weakref.finalize(self, _dismiss, jobs, thread)          # without us, and before Python ends
         answers = queue.SimpleQueue()
         self.jobs[name].put((answers, functools.partial(call_reward, self.parts[name], *given, name=name, may_skip=True)))
         return answers
