@@ -49,6 +49,7 @@ class TrainingConfig:
     warmup_steps: int = _opt(0, "so many steps at first with a smaller step size, rising: AdamW's first steps are as large as noise can make them")
     weight_decay: float = _opt(0.0, "AdamW's weight decay")
     max_grad_norm: float = _opt(1.0, "longer gradients are shortened to this length")
+    ema_decay: float | None = _opt(None, "a moving average of the trained weights with this decay, 0.9 to 0.9999, is what evaluations see and what lies in the folder ema of checkpoints; training goes on with the weights themselves; null: none")
     micro_batch_size: int | None = _opt(8, "pictures scored at a time: less memory, the same gradient; a size that divides reward.grpo.num_samples leaves out groups of equal reward; null: all at once")
     updates_per_rollout: int = _opt(1, "passes over the same pictures; the clipping matters from the second optimizer step on")
     mini_batches: int = _opt(1, "optimizer steps in a pass, each on its share of the pictures")
@@ -184,6 +185,7 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     resume: str | None = _opt(None, "checkpoint folder to go on from, or latest: the newest one in output_dir; options not given are those of that run")
+    dry_run: bool = _opt(False, "check files, model, rewards and options, print what the run would do and about how much memory and time it would take, and end: nothing is trained or written")
 
 # %% ../nbs/11_config.ipynb #c034
 def config_options(
@@ -356,6 +358,7 @@ def parse_args(
     "Command line and YAML to a `Config`. UserError: anything unknown or of a wrong type. SystemExit(0) after --help and --print_config."
     from jsonargparse import ArgumentError
     argv = _join_negative(sys.argv[1:] if argv is None else argv)
+    argv = ["--dry_run=true" if w == "--dry_run" and argv[i + 1:i + 2] not in (["true"], ["false"]) else w for i, w in enumerate(argv)]      # a word alone is enough
     file, words = _value(argv, "--config")
     if file is not None and not Path(file).is_file(): raise UserError(f"--config {file}: no such file. Give it a YAML file; configs/ has examples.")
     resume = _value(argv, "--resume")[0]
@@ -413,6 +416,7 @@ def check_config(
         value = option(config, name)
         if value is not None and value <= 0: raise UserError(f"{name} {value}: must be more than 0.")
     if o.top_p is not None and o.top_p > 1: raise UserError(f"rollout.top_p {o.top_p}: a probability, so at most 1 (1 draws from all tokens).")
+    if t.ema_decay is not None and not 0 < t.ema_decay < 1: raise UserError(f"training.ema_decay {t.ema_decay}: take a number between 0 and 1, such as 0.99, or null.")
     if g.beta and not m.lora: raise UserError(f"reward.grpo.beta {g.beta} needs model.lora true: the reference policy is the adapter switched off. Train with LoRA, or set beta to 0.")
     if m.torch_dtype == "float16" and not m.lora: raise UserError("model.torch_dtype float16 cannot train all weights: small updates vanish. Use bfloat16 or float32, or model.lora true.")
     if t.eval_interval and not t.eval_samples: raise UserError(f"training.eval_interval {t.eval_interval}: training.eval_samples 0 means no evaluation. Give it 1 or more.")
@@ -434,9 +438,9 @@ def check_config(
 def to_yaml(
     config, # Config
 ): # str
-    "A Config as YAML that `--config` reads again. `resume` is left out: it belongs to one call, not to the options."
+    "A Config as YAML that `--config` reads again. `resume` and `dry_run` are left out: they belong to one call, not to the options."
     values = dataclasses.asdict(config)
-    values.pop("resume")
+    for name in ("resume", "dry_run"): values.pop(name)
     return yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=120)
 
 # %% ../nbs/11_config.ipynb #c075

@@ -431,7 +431,7 @@ def main(
     others, model = other_metrics(config, reward), load_model(config)
     out = Path(own.output_dir) if own.output_dir else (run / f"eval_{checkpoint.name}" if run else Path("outputs/eval"))
     def measure(folder, what):
-        if folder: model.load_adapter(folder)
+        if folder: model.load_adapter(folder / "ema" if (folder / "ema").is_dir() else folder)        # where moving averages were kept, they are what training evaluated
         try: return evaluate_config(model, config, dataset, reward, what, others)
         except RewardError as e: raise UserError(_where(e) + save_failed(e, out)) from e
     before = measure(baseline, "the baseline" if baseline else "without the checkpoint" if checkpoint else "the model")

@@ -298,10 +298,10 @@ def _serve(jobs):
         try: answers.put(call())
         except BaseException as e: answers.put(e)                   # raised again by the one who asked
 
-def _dismiss(jobs, thread):
+def _dismiss(jobs, thread, current=threading.current_thread):        # `current` bound here: a notebook's names are gone when Python ends
     "Let a part's thread end. It is waited for, a second at most: one that wakes up while Python is shutting down would abort the process."
     jobs.put(None)
-    if thread is not threading.current_thread(): thread.join(1)
+    if thread is not current(): thread.join(1)
 
 class SideBySide:
     """Rewards called at the same time, each in a thread of its own, which stays: text readers and the like keep one model a thread.

@@ -7,7 +7,7 @@ __all__ = ['choose_folder', 'Interrupts', 'check_resume', 'make_trainer', 'read_
            'train', 'main']
 
 # %% ../nbs/13_train.ipynb #c005
-import json, os, signal, sys, threading, warnings
+import copy, json, os, signal, sys, threading, warnings
 from pathlib import Path
 import torch
 from tqdm import tqdm
@@ -15,7 +15,7 @@ from .config import check_config, image_height_width, parse_args, run_command, t
 from .data import UserError, atomic_write, make_dataloader
 from .evaluate import ImageStatistics, PeriodicEvaluation, _where, before_after_figure, check_reward, evaluate_config, load_model, make_reward, open_data, other_metrics, reward_curve_figure, rollout_options, save_failed, save_figure, part_weights, write_eval
 from .rewards import RewardError, reward_name
-from .trainer import CheckpointCallback, JsonlLogger, MinimalGRPOTrainer, ProgressBar, SampleGrid, TrackerLogger
+from .trainer import CheckpointCallback, JsonlLogger, MinimalGRPOTrainer, ProgressBar, Ranks, SampleGrid, TrackerLogger
 
 def choose_folder(
     output_dir, # what the user said, or None
@@ -81,16 +81,18 @@ def make_trainer(
     reward, # callable
     out, # folder of the run
     watch=(), # more callbacks, called before the line is written
+    ranks=None, # `Ranks`: only the first one writes
 ): # MinimalGRPOTrainer with the callbacks that write `out`
     "Everything that a run needs, put together."
     t, g, o, options, out = config.training, config.reward.grpo, config.rollout, rollout_options(config), Path(out)
     rollout = {k: options.pop(k) for k in ("batch_size", "noise_level", "sde_type", "window", "window_kind", "ratio_norm", "shared_noise")}
     callbacks = [ImageStatistics(), *watch, JsonlLogger(out / "metrics.jsonl"), TrackerLogger(out, every=t.log_interval, image_every=t.sample_interval), SampleGrid(out / "samples", every=t.sample_interval),
                  CheckpointCallback(out / "checkpoints", every=t.save_interval), ProgressBar()]
-    return MinimalGRPOTrainer(model, make_dataloader(dataset, t.batch_size, t.seed), reward, g.num_samples, dict(ar=g.clip_range, dit=g.dit_clip_range), dict(ar=t.learning_rate, dit=t.dit_learning_rate or t.learning_rate), **options,
+    ranks = ranks or Ranks()
+    return MinimalGRPOTrainer(model, make_dataloader(dataset, t.batch_size, t.seed, ranks.rank, ranks.world), reward, g.num_samples, dict(ar=g.clip_range, dit=g.dit_clip_range), dict(ar=t.learning_rate, dit=t.dit_learning_rate or t.learning_rate), **options,
         pictures_per_sample=g.pictures_per_sample if config.model.component == "both" else 1, micro_batch_size=t.micro_batch_size, updates_per_rollout=t.updates_per_rollout, mini_batches=t.mini_batches,
-        max_grad_norm=t.max_grad_norm, beta=g.beta, loss_type=g.loss_type, scale=g.scale, normalise=config.reward.normalise, weight_decay=t.weight_decay, lr_scheduler=t.lr_scheduler, warmup_steps=t.warmup_steps, seed=t.seed, mode=t.mode,
-        loss_options=dict(clip_range_high=g.clip_range_high, importance_sampling_level=g.importance_sampling_level), rollout_options=dict(rollout, score_batch_size=t.micro_batch_size), callbacks=callbacks)
+        max_grad_norm=t.max_grad_norm, beta=g.beta, loss_type=g.loss_type, scale=g.scale, normalise=config.reward.normalise, weight_decay=t.weight_decay, lr_scheduler=t.lr_scheduler, warmup_steps=t.warmup_steps, ema_decay=t.ema_decay, seed=t.seed, mode=t.mode,
+        loss_options=dict(clip_range_high=g.clip_range_high, importance_sampling_level=g.importance_sampling_level), rollout_options=dict(rollout, score_batch_size=t.micro_batch_size), ranks=ranks, callbacks=callbacks if ranks.first else ())
 
 def read_metrics(
     path, # metrics.jsonl
@@ -135,47 +137,63 @@ def train(
     "A whole run. UserError before anything is written, for what the user can mend."
     check_config(config)
     step = check_resume(config) if config.resume else 0
-    out = choose_folder(config.training.output_dir, config.resume)
-    say = lambda phase, text: print(f"{phase:>10}  {text}", flush=True)
+    ranks = Ranks.start(config.model.device)
+    try: return _train(config, ranks, step)
+    finally: ranks.stop()
+
+def _train(config, ranks, step):
+    out = ranks.agree(lambda: choose_folder(config.training.output_dir, config.resume) if ranks.first else None)[0]      # one chooses for all, and alone writes
+    say = lambda phase, text: print(f"{phase:>10}  {text}", flush=True) if ranks.first else None
     with Interrupts() as interrupts:
         dataset, heldout = open_data(config)
         reward, size = make_reward(config), image_height_width(config)
         for prompts in (dataset, heldout): check_reward(reward, prompts, *size)
         say("data", f"{len(dataset)} training prompts ({config.data.prompts_file}), {len(heldout)} held out ({config.data.eval_prompts_file})")
         say("reward", ", ".join(f"{name}: {reward_name(r)}" for name, r in reward.items()) if isinstance(reward, dict) else reward_name(reward))
-        say("model", f"loading {config.model.name}")
-        model = load_model(config)
+        if config.dry_run:
+            from glm_grpo.plan import plan
+            plan(config, dataset, heldout, reward, say)
+            say("dry run", "all checks passed; nothing was trained or written" + (f" (after step {step} there are fewer steps left)" if step else ""))
+            return 0
+        say("model", f"loading {config.model.name}" + (f" on {ranks.world} ranks" if ranks.world > 1 else ""))
+        loaded = []
+        here = copy.deepcopy(config)
+        here.model.device = ranks.device or config.model.device
+        model = ranks.agree(lambda: loaded.append(load_model(here))) and loaded[0]
         say("", repr(model))
         config.training.output_dir = str(out)
         others = other_metrics(config, reward) if config.training.eval_samples else ({}, {})
-        watch = PeriodicEvaluation(out / "eval_history.jsonl", lambda: evaluate_config(model, config, heldout, reward, None, others), config.training.eval_interval,
+        def measure(name):
+            with trainer.averaged(): return evaluate_config(model, config, heldout, reward, name, others)
+        watch = PeriodicEvaluation(out / "eval_history.jsonl", lambda: measure(None), config.training.eval_interval,
                                    [name for name, w in part_weights(reward).items() if w], lambda text: tqdm.write(f"{'WARNING':>10}  {text}"))
-        trainer = make_trainer(config, model, dataset, reward, out, [watch])
-        if not config.resume: write_config(config, out)
+        trainer = make_trainer(config, model, dataset, reward, out, [watch], ranks)
+        if not config.resume and ranks.first: write_config(config, out)
         say("run", str(out))
         interrupted = out / "checkpoints" / "checkpoint_interrupt"
         again = f"go on with: python -m glm_grpo.train --resume {interrupted}"
         before = after = None
         try:
-            if config.training.eval_samples:
+            if config.training.eval_samples and ranks.first:
                 before = evaluate_config(model, config, heldout, reward, "    before", others)      # of the model as it was loaded, also when a run goes on
                 say("before", _mean(before, reward))
                 watch.add(0, before)
             if config.resume:
                 with warnings.catch_warnings(record=True) as notes: trainer.load_checkpoint(config.resume)
                 for note in notes: say("note", str(note.message))
-                write_config(config, out)
+                if ranks.first: write_config(config, out)
             say("training", f"steps {trainer.step + 1} to {config.training.max_steps}, each {config.training.batch_size} prompts x {trainer.pictures} pictures")
             interrupts.trainer = trainer
             trainer.train(config.training.max_steps - trainer.step)
             interrupts.trainer = None
             if trainer.step < config.training.max_steps: raise KeyboardInterrupt                # stopped after a step
-            if config.training.eval_samples:
-                after = evaluate_config(model, config, heldout, reward, "     after", others)
+            if config.training.eval_samples and ranks.first:
+                after = measure("     after")
                 say("after", _mean(after, reward))
                 watch.add(trainer.step, after)
         except KeyboardInterrupt:
             if interrupts.trainer is not None: raise                                            # the second Ctrl+C, in the middle of a step
+            if not ranks.first: return interrupts.status
             write_results(out, before, None)
             if trainer.step == config.training.max_steps:
                 say("stopped", f"training was done; evaluate it with: python -m glm_grpo.evaluate --checkpoint {out / 'checkpoints' / 'checkpoint_final'}")
@@ -186,9 +204,10 @@ def train(
             return interrupts.status
         except Exception as e:
             saved = trainer.step > step
-            if saved: trainer.save_checkpoint(interrupted)
+            if saved and ranks.first: trainer.save_checkpoint(interrupted)
             if isinstance(e, (UserError, RewardError, torch.OutOfMemoryError, OSError)): raise UserError(_remedy(e, out) + f" {trainer.step} steps are saved; {again}" * saved) from e
             raise
+        if not ranks.first: return interrupts.status
         write_results(out, before, after, watch)
         say("written", ", ".join(str(p.relative_to(out)) for p in sorted(out.iterdir()) if not p.name.startswith(".")) + f" in {out}")
         if after: say("result", f"held-out reward {before['reward_mean']:.3f} -> {after['reward_mean']:.3f} ({after['reward_mean'] - before['reward_mean']:+.3f}); see {out / 'before_after.png'}")

@@ -172,7 +172,51 @@ def test_configs_load(name):
     check_config(config)
     if name == 'grpo_training':
         assert yaml.safe_load(Path(f'configs/{name}.yaml').read_text()) == yaml.safe_load(to_yaml(Config())), 'the defaults have changed: copy --print_config'
-    if name.startswith('real_'): assert (config.model.name, config.model.torch_dtype, config.model.lora, config.data.image_size) == ('zai-org/GLM-Image', 'bfloat16', True, 512)
+    if name.startswith('real_'):
+        assert (config.model.name, config.model.torch_dtype, config.model.lora, config.data.image_size) == ('zai-org/GLM-Image', 'bfloat16', True, 1024)
+        assert config.training.batch_size % (8 if '8gpu' in name else 1) == 0
+
+
+def test_real_configs_fit_their_gpus_and_say_so():
+    "By the formulas of the dry run, with a tenth free; the number in the file's comment is what they give, within 3 GB."
+    import re
+    from glm_grpo.config import parse_args
+    from glm_grpo.plan import estimate_memory, published_layout
+    layout = published_layout()
+    for path in sorted(Path('configs').glob('real_*.yaml')):
+        peak = estimate_memory(parse_args(['--config', str(path)]), layout, dtype=torch.bfloat16)['peak'] / 1e9
+        assert peak < 0.9 * (141 if '141gb' in path.name else 80), (path.name, peak)
+        said = re.search(r'about (\d+) GB at the peak', path.read_text())
+        assert not said or abs(int(said[1]) - peak) < 3, (path.name, peak)
+
+
+def test_dry_run_counts_and_leaves_nothing(folder, capsys):
+    there = files(folder)
+    words = small(folder, '--num_steps', 6, '--output_dir', folder / 'run')
+    assert main('--dry_run', *words) == 0
+    text = capsys.readouterr().out
+    assert '6 steps (one rollout each) of 1 prompts' in text and '12 pictures' in text and '6 optimizer steps' in text and 'LoRA of rank 16' in text and 'memory' in text and 'min of training' in text
+    assert files(folder) == there and not (folder / 'run').exists()
+    for wrong, says in ((['--model.name', f'{folder}/none'], 'none'), (['--model.lora_target_modules', '[nose]'], 'nose'), (['--training.ema_decay', '1'], 'ema_decay'), (['--model.name', 'some/model'], 'hf download some/model')):
+        assert main('--dry_run', *words, *wrong) == 2
+        assert says in capsys.readouterr().err
+    assert files(folder) == there
+
+
+def test_averages_are_evaluated_saved_and_resumed(folder):
+    "1 of 2 steps, resume, 1 step == 2 steps, with the averages; what is evaluated are the averages."
+    from glm_grpo.evaluate import main as evaluate_main
+    straight, halves = folder / 'straight', folder / 'halves'
+    assert main(*small(folder, '--num_steps', 2, '--training.save_interval', 1, '--training.ema_decay', 0.5, '--training.eval_samples', 1, '--training.learning_rate', 0.01, '--output_dir', straight)) == 0
+    shutil.copytree(straight, halves)
+    shutil.rmtree(halves / 'checkpoints/checkpoint_final')
+    assert main('--resume', halves / 'checkpoints/checkpoint_step_1') == 0
+    own, mean = ('checkpoints/checkpoint_final/adapter_model.safetensors', 'checkpoints/checkpoint_final/ema/adapter_model.safetensors')
+    for path in (own, mean): assert (straight / path).read_bytes() == (halves / path).read_bytes()
+    assert (straight / own).read_bytes() != (straight / mean).read_bytes()
+    assert evaluate_main(['--checkpoint', str(straight)]) == 0
+    a, b = (json.loads(p.read_text()) for p in (straight / 'eval.json', straight / 'eval_checkpoint_final' / 'eval.json'))
+    assert {k: v['rewards'] for k, v in a.items()} == {k: v['rewards'] for k, v in b.items()}
 
 
 def without_seconds(run): return [{k: v for k, v in json.loads(line).items() if 'seconds' not in k} for line in (run / 'metrics.jsonl').read_text().splitlines()]
