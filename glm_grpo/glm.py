@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['check_model_folder', 'pick_device', 'pick_dtype', 'load_pipeline', 'LoraOptions', 'add_lora', 'slice_rollout',
-           'Policy', 'ARPolicy', 'DiTPolicy', 'GLMImageWrapper']
+           'request_names', 'Policy', 'ARPolicy', 'DiTPolicy', 'GLMImageWrapper']
 
 # %% ../nbs/08_glm.ipynb #c003
 import collections, contextlib, dataclasses, hashlib, json, math, re, warnings
@@ -161,11 +161,20 @@ def slice_rollout(
     n = len(rollout["prompts"])
     pick = list(range(n))[rows] if isinstance(rows, slice) else [int(i) for i in rows]
     def cut(v):
-        if isinstance(v, torch.Tensor) and v.dim() and len(v) == n: return v[rows] if isinstance(rows, slice) else v[torch.tensor(pick, device=v.device)]
+        if isinstance(v, torch.Tensor) and v.dim() and len(v) == n: return v[rows] if isinstance(rows, slice) else v[torch.tensor(pick, dtype=torch.long, device=v.device)]
         return [v[i] for i in pick] if isinstance(v, list) and len(v) == n else v
     return {k: v if k in _SHARED else cut(v) for k, v in rollout.items()}
 
 # %% ../nbs/08_glm.ipynb #c038
+def request_names(
+    prompts, # list of N texts
+    images=None, # list of N lists of PIL pictures, for image to image
+): # list of N str
+    "The prompt; with sources, the prompt and a digest of what they show."
+    digest = lambda row: hashlib.sha256(b"".join(str(p.size).encode() + p.convert("RGB").tobytes() for p in row)).hexdigest()[:16]
+    return [f"{p}|{digest(row)}" for p, row in zip(prompts, images)] if images else list(prompts)
+
+# %% ../nbs/08_glm.ipynb #c041
 class Policy:
     "What a trainer asks of a policy: how to score a rollout's decisions again, and which rows are its samples."
     name = None
@@ -220,7 +229,7 @@ class DiTPolicy(Policy):
         noise = [(part["latents_after"][:, j] - part["latents_means"][:, j]) / std for j, std in enumerate(self._stds(part))]
         return part["latents_logprobs"] + torch.stack([ratio_norm(e, means[:, j], part["latents_means"][:, j]) for j, e in enumerate(noise)], 1)      # new minus old is the normalised log-ratio
 
-# %% ../nbs/08_glm.ipynb #c039
+# %% ../nbs/08_glm.ipynb #c042
 class GLMImageWrapper:
     "A GLM-Image whose token policy, denoising policy or both train: draws, decodes what it drew, and scores it again."
     def __init__(self,
@@ -309,6 +318,8 @@ class GLMImageWrapper:
         batch_size=None, # rows drawn or decoded at a time; None: all
         score_batch_size=None, # rows scored at a time; take the trainer's micro-batch to have ratios of exactly 1 also in bf16
         decode=True, # False: no pictures
+        pictures_per_prompt=None, # where a prompt comes more often than this it is asked for again, with other noise; None: all of them are one group. Unused where pictures_per_sample is given or the DiT does not train
+        drawn=None, # dict: request (see `request_names`) -> pictures of it that are drawn elsewhere before these: its samples are numbered on
     ): # dict: prompts, token_ids [N, T] int64 (preview, then large grid; image to image: large only), token_logprobs [N, T] float32, log_probs [N] (their mean), latents_logprobs [N, D] float32 where the DiT trains, image_tensors [N, 3, H, W] float32 in [0, 1] on the CPU, images (PIL), initial_latents [N, C, h, w], and what scoring needs
         "Draw tokens, make pictures of those tokens, score both. UserError: sizes that do not fit, source pictures that do not fit."
         prompts = [prompts] if isinstance(prompts, str) else list(prompts)
@@ -317,8 +328,8 @@ class GLMImageWrapper:
         temperature = temperature if temperature is not None else config.temperature or 1.0
         top_p = top_p if top_p is not None else config.top_p or 1.0
         seed, n = self.seed if seed is None else seed, len(prompts)
-        names = [f"{p}|{_digest(row)}" for p, row in zip(prompts, images)] if images else prompts          # what a request is: its words and its sources
-        unique, index, sample, picture = _number(names, pictures_per_sample or dict(ar=1, dit=n, both=2)[self.component])
+        names = request_names(prompts, images)
+        unique, index, sample, picture = _number(names, pictures_per_sample or dict(ar=1, dit=pictures_per_prompt or n, both=2)[self.component], drawn)
         first = [names.index(name) for name in unique]
         inputs = prepare_prompts(self.processor, self.ar, [prompts[i] for i in first], height, width, [images[i] for i in first] if images else None).to(self.device)
         token_ids, kept, where = self._draw_tokens(inputs, [f"{seed}|{step}|{name}|{s}|tokens" for name, s in zip(names, sample)], index, temperature, top_p, batch_size)
@@ -326,7 +337,7 @@ class GLMImageWrapper:
         shape = (c.in_channels, height // f, width // f)
         rollout = dict(prompts=prompts, prompt_inputs=inputs, prompt_index=index, token_ids=token_ids[where], kept=None if kept is None else kept[where], grids=inputs.grids, temperature=temperature, top_p=top_p,
                        pictures_per_sample=max(picture) + 1, glyphs=glyph_embeddings(self.pipe, [*prompts, ""]), height=height, width=width, num_inference_steps=num_inference_steps,
-                       guidance_scale=guidance_scale, seed=seed, step=step, sources=None,
+                       guidance_scale=guidance_scale, seed=seed, step=step, sources=None, diagnostics=dict(tokens_outside=((token_ids < 0) | (token_ids >= self.ar.config.vq_config.num_embeddings)).sum().item()),
                        initial_latents=group_latents([f"{seed}|{step}|{name}|latents" + f"|{m}" * (m > 0 and not same) for name, m in zip(names, picture)], shape))
         if images:
             told = [encode_sources(self.pipe, images[i], inputs.sources[j]) for j, i in enumerate(first)]
@@ -440,13 +451,9 @@ class GLMImageWrapper:
             raise UserError(f"{where}: an adapter of rank {rank}, alpha {alpha:g} on {', '.join(names)}; the model's {half} has rank {self.lora.rank}, alpha {self.lora.alpha:g} on {', '.join(own_names)}. Set model.lora_rank, lora_alpha and lora_target_modules to the adapter's, and model.name and model.component to its model.")
         return lambda: set_peft_model_state_dict(model, saved)
 
-def _digest(pictures):
-    "A name for source pictures: what they show."
-    return hashlib.sha256(b"".join(str(p.size).encode() + p.convert("RGB").tobytes() for p in pictures)).hexdigest()[:16]
-
-def _number(names, each):
-    "(different names, which one each row has, and the numbers of its token sample and of its picture of that sample: `each` pictures a sample)"
-    unique, seen, index, sample, picture = list(dict.fromkeys(names)), collections.Counter(), [], [], []
+def _number(names, each, drawn=None):
+    "(different names, which one each row has, and the numbers of its token sample and of its picture of that sample: `each` pictures a sample, `drawn` of a name came before)"
+    unique, seen, index, sample, picture = list(dict.fromkeys(names)), collections.Counter(drawn), [], [], []
     for name in names:
         index.append(unique.index(name)); sample.append(seen[name] // each); picture.append(seen[name] % each)
         seen[name] += 1

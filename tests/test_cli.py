@@ -89,6 +89,8 @@ def wrong_inputs(folder):
         'not a multiple of 32': (['--data.image_size', '100'], '96'),
         'not a multiple of 32, one side': (['--data.image_size', '[128, 130]'], '128'),
         'a negative learning rate': (['--training.learning_rate', '-1e-3'], 'more than 0'),
+        'a tracker that is none': (['--training.trackers', 'tensorbord'], 'tensorboard'),
+        'no checkpoint at all': (['--resume', 'latest', '--output_dir', f'{folder}/old_run'], 'no whole checkpoint'),
         'no steps': (['--num_steps', '0'], 'at least 1'),
         'KL without a reference': (['--model.lora', 'false', '--reward.grpo.beta', '0.1'], 'model.lora true'),
         'unknown metric': (['--reward.metrics.beauty', '1'], 'scene'),
@@ -219,22 +221,40 @@ def test_averages_are_evaluated_saved_and_resumed(folder):
     assert {k: v['rewards'] for k, v in a.items()} == {k: v['rewards'] for k, v in b.items()}
 
 
-def without_seconds(run): return [{k: v for k, v in json.loads(line).items() if 'seconds' not in k} for line in (run / 'metrics.jsonl').read_text().splitlines()]
+def without_seconds(run): return [{k: v for k, v in json.loads(line).items() if not k.startswith(('seconds', 'memory'))} for line in (run / 'metrics.jsonl').read_text().splitlines()]
 
 
-def test_stop_and_go_on_is_the_straight_run_bit_for_bit(folder):
-    "2 of 4 steps, resume, 2 steps == 4 steps: metrics (with the rate, which falls) and adapter."
+RICH = ['--training.warmup_steps', 1, '--training.ema_decay', 0.5, '--training.mini_batches', 2, '--training.updates_per_rollout', 2, '--reward.grpo.num_samples', 3, '--training.learning_rate', 0.01, '--reward.grpo.beta', 0.01]
+
+
+@pytest.mark.parametrize('component, lora, more', [('ar', True, RICH), ('ar', False, []), ('dit', False, []), ('both', False, [])], ids=['ar-lora-rich', 'ar-full', 'dit-full', 'both-full'])
+def test_stop_and_go_on_is_the_straight_run_bit_for_bit(folder, component, lora, more):
+    "2 of 4 steps, in the middle of the second epoch of 3 prompts, resume, 2 steps == 4 steps: metrics (with the rate, which falls) and all weights. LoRA of dit and both: below, in each mode."
     straight, halves = folder / 'straight', folder / 'halves'
-    assert main(*small(folder, '--num_steps', 4, '--training.save_interval', 2, '--output_dir', straight)) == 0
+    assert main(*small(folder, '--num_steps', 4, '--training.save_interval', 2, '--model.component', component, '--model.lora', str(lora).lower(), '--rollout.num_inference_steps', 2, *more, '--output_dir', straight)) == 0
     shutil.copytree(straight, halves)
-    shutil.rmtree(halves / 'checkpoints/checkpoint_final')
-    half = load_file(halves / 'checkpoints/checkpoint_step_2/adapter_model.safetensors')
-    assert main('--resume', halves / 'checkpoints/checkpoint_step_2') == 0
+    for name in ('checkpoint_final', 'checkpoint_step_4'): shutil.rmtree(halves / 'checkpoints' / name)
+    assert main('--resume', 'latest', '--output_dir', halves) == 0
     assert without_seconds(halves) == without_seconds(straight) and steps(halves) == [1, 2, 3, 4]
-    a, b = (load_file(run / 'checkpoints/checkpoint_final/adapter_model.safetensors') for run in (straight, halves))
-    assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
-    assert any(not torch.equal(a[k], half[k]) for k in a), 'nothing was learnt, so nothing was tested'
+    found = [{str(p.relative_to(at)): load_file(p) for p in at.rglob('*.safetensors')} for at in (run / 'checkpoints' / name for run, name in ((straight, 'checkpoint_final'), (halves, 'checkpoint_final'), (halves, 'checkpoint_step_2')))]
+    assert len(found[0]) == (2 if component == 'both' or '--training.ema_decay' in more else 1)
+    for name, a in found[0].items():
+        assert a.keys() == found[1][name].keys() and all(torch.equal(a[k], found[1][name][k]) for k in a)
+        assert any(not torch.equal(a[k], found[2][name][k]) for k in a), 'nothing was learnt, so nothing was tested'
     assert not [p for p in files(folder) if p.name.startswith('.') or p.suffix == '.part']
+
+
+def test_the_newest_the_last_few_and_the_best_checkpoint_stay(folder, capsys):
+    run = folder / 'run'
+    words = small(folder, '--num_steps', 4, '--training.save_interval', 1, '--training.keep_checkpoints', 2, '--training.eval_interval', 1, '--training.eval_samples', 2, '--training.learning_rate', 0.02)
+    assert main(*words, '--output_dir', run) == 0
+    names = lambda: sorted(p.name for p in (run / 'checkpoints').iterdir())
+    step = lambda name: json.loads((run / 'checkpoints' / name / 'trainer.json').read_text())['step']
+    best = max((json.loads(line) for line in (run / 'eval_history.jsonl').read_text().splitlines()[1:]), key=lambda h: h['reward_mean'])['step']
+    assert names() == ['checkpoint_best', 'checkpoint_final', 'checkpoint_step_3', 'checkpoint_step_4'] and step('checkpoint_best') == best
+    capsys.readouterr()
+    assert main('--resume', 'latest', '--output_dir', run, '--num_steps', 5) == 0
+    assert 'steps 5 to 5' in capsys.readouterr().out and names()[2:] == ['checkpoint_step_4', 'checkpoint_step_5'] and step('checkpoint_final') == 5
 
 
 def test_resume_refuses_another_model_and_says_what_differs(folder, capsys):
