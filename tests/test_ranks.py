@@ -1,9 +1,11 @@
 """Several processes on a CPU (gloo): the same gradients as one, one line of metrics, one writer, and an error of one rank ends all."""
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -16,23 +18,26 @@ import json, sys, torch
 from glm_grpo.data import UserError, make_dataloader
 from glm_grpo.glm import GLMImageWrapper
 from glm_grpo.trainer import MinimalGRPOTrainer, Ranks
-prompts, scale, fails, out = json.loads(sys.argv[1])
+prompts, component, scale, mini_batches, fails, out = json.loads(sys.argv[1])
 ranks = Ranks.start('cpu')
 def green(images):
     if fails == ranks.rank: raise RuntimeError('the paint is dry')
     return images[:, 1].mean((1, 2)) - images[:, [0, 2]].mean((1, 2, 3))
-model = GLMImageWrapper('data/tiny-glm-image', lora=dict(rank=2), device='cpu', torch_dtype='float32')
+model = GLMImageWrapper('data/tiny-glm-image', component, lora=dict(rank=2), device='cpu', torch_dtype='float32')
 loader = make_dataloader([dict(prompt=p, target=None, index=i, metadata={}) for i, p in enumerate(prompts)], len(prompts), rank=ranks.rank, world=ranks.world)
-trainer = MinimalGRPOTrainer(model, loader, green, group_size=2, height=64, width=64, num_inference_steps=1, guidance_scale=1, temperature=3, top_p=1, scale=scale, micro_batch_size=2, ranks=ranks)
-gradients = []
+trainer = MinimalGRPOTrainer(model, loader, green, group_size=2, height=64, width=64, num_inference_steps=2, guidance_scale=1, temperature=3, top_p=1, scale=scale, micro_batch_size=2, mini_batches=mini_batches, ranks=ranks,
+                             rollout_options=dict(sde_type='cps') if component == 'dit' else None)
+gradients, draw, drawings = [], trainer.draw, []
+trainer.draw = lambda batch: (drawings.append(draw(batch)), drawings[-1])[1]
 @torch.no_grad()
 def kept():
     gradients.append(torch.cat([p.grad.flatten() for p in trainer.trained]))
-    for p in trainer.trained: p -= p.grad          # not AdamW: its first step is the gradient's sign, so rounding alone would move the weights far
+    g = torch.Generator().manual_seed(len(gradients))
+    for p in trainer.trained: p += 0.02 * torch.randn(p.shape, generator=g)          # the same for all: after a step along the gradient a rounding error can turn one token of thousands, and then a whole picture
 trainer.optimizer.step = kept
 try: lines = trainer.train(2)
 except UserError as e: print(f'rank {ranks.rank} told: {e}', flush=True); ranks.stop(); sys.exit(2)
-torch.save(dict(gradients=gradients, lines=lines, weights=torch.cat([p.detach().flatten() for p in trainer.trained])), f'{out}/{ranks.world}_{ranks.rank}.pt')
+torch.save(dict(tokens=drawings[0]['token_ids'], prompts=drawings[0]['prompts'], gradients=gradients, lines=lines), f'{out}/{ranks.world}_{ranks.rank}.pt')
 ranks.stop()
 '''
 
@@ -55,52 +60,76 @@ def launch(world, words, timeout=300):
     return [(p.returncode, text) for p, text in zip(processes, said)]
 
 
-def gradients(tmp_path, world, scale):
-    results = launch(world, ['-c', WORK, json.dumps([PROMPTS, scale, None, str(tmp_path)])])
+def gradients(tmp_path, world, prompts, *options):
+    results = launch(world, ['-c', WORK, json.dumps([prompts, *options, None, str(tmp_path)])])
     assert [status for status, _ in results] == [0] * world, results
     found = [torch.load(tmp_path / f'{world}_{rank}.pt', weights_only=True) for rank in range(world)]
-    for other in found[1:]: assert torch.equal(other['weights'], found[0]['weights']), 'ranks have drifted apart'
-    return found[0]
+    for other in found[1:]: assert all(torch.equal(a, b) for a, b in zip(other['gradients'], found[0]['gradients'])), 'ranks drift apart'
+    return found[0] | dict(tokens=torch.cat([f['tokens'] for f in found]), prompts=[p for f in found for p in f['prompts']])
 
 
-@pytest.mark.parametrize('scale', ['group', 'batch'])
-def test_one_two_and_four_ranks_give_the_same_gradients(tmp_path, scale):
-    one = gradients(tmp_path, 1, scale)
-    for world in (2, 4) if scale == 'group' else (2,):
-        many = gradients(tmp_path, world, scale)
+@pytest.mark.parametrize('component, scale, mini_batches, twice, worlds', [('ar', 'batch', 1, False, [2]), ('ar', 'group', 3, True, [2, 4]), ('dit', 'group', 1, True, [2])])
+def test_ranks_give_the_gradients_of_one_process(tmp_path, component, scale, mini_batches, twice, worlds):
+    "Also where a mini-batch has no sample of some rank (3 of 8 samples on 4 ranks), and where a prompt comes twice in a step."
+    prompts = [*PROMPTS[:3], PROMPTS[0]] if twice else PROMPTS
+    one = gradients(tmp_path, 1, prompts, component, scale, mini_batches)
+    if twice: assert len({tuple(row) for row, p in zip(one['tokens'].tolist(), one['prompts']) if p == PROMPTS[0]}) == (4 if component == 'ar' else 2), 'the same noise twice'
+    for world in worlds:
+        many = gradients(tmp_path, world, prompts, component, scale, mini_batches)
+        assert many['prompts'] == one['prompts'] and torch.equal(many['tokens'], one['tokens'])
+        assert len(one['gradients']) == len(many['gradients']) == 2 * mini_batches
         for a, b in zip(one['gradients'], many['gradients']):
             assert a.norm() > 0 and (a - b).norm() < 1e-5 * a.norm()
         for a, b in zip(one['lines'], many['lines']):
-            for k in ('loss', 'reward_mean', 'reward_std', 'advantage_mean', 'equal_groups', 'grad_norm', 'ratio_mean'): assert a[k] == pytest.approx(b[k], rel=1e-3, abs=1e-5), k
+            for k in ('loss', 'reward_mean', 'reward_std', 'advantage_mean', 'equal_groups', 'grad_norm', 'ratio_mean', 'entropy'): assert a[k] == pytest.approx(b[k], rel=1e-3, abs=1e-5), k
+            assert max(a['old_new_gap'], b['old_new_gap']) < 1e-4 and a['tokens_outside'] == b['tokens_outside'] == 0
 
 
 def test_a_rank_that_fails_ends_all_with_its_reason(tmp_path):
-    results = launch(2, ['-c', WORK, json.dumps([PROMPTS, 'group', 1, str(tmp_path)])], timeout=120)
+    results = launch(2, ['-c', WORK, json.dumps([PROMPTS, 'ar', 'group', 1, 1, str(tmp_path)])], timeout=120)
     assert 'rank 0 told: rank 1 failed' in results[0][1] and 'the paint is dry' in results[0][1] and results[0][0] == 2
     assert results[1][0] != 0 and 'the paint is dry' in results[1][1]
 
 
-def test_a_run_on_two_ranks_writes_once_and_goes_on_bit_for_bit(tmp_path):
-    "torchrun, for `accelerate launch` starts several processes on GPUs only (on CPUs through MPI); 1 of 2 steps, resume, 1 step == 2 steps, with averages."
+def launched(*words):
+    "torchrun, for `accelerate launch` starts several processes on GPUs only (on CPUs through MPI)."
+    command = [sys.executable, '-m', 'torch.distributed.run', '--nproc_per_node', 2, '--master_port', free_port(), '-m', 'glm_grpo.train', *words]
+    return subprocess.run([str(w) for w in command], cwd=ROOT, env=dict(os.environ, OMP_NUM_THREADS='1', PYTHONPATH=str(ROOT)), capture_output=True, text=True, timeout=300)
+
+
+def small(tmp_path, *words):
     (tmp_path / 'prompts.txt').write_text('\n'.join(PROMPTS) + '\n')
-    (tmp_path / 'green.py').write_text('def green(images): return images[:, 1].mean((1, 2)) - images[:, [0, 2]].mean((1, 2, 3))\n')
-    words = ['--data.prompts_file', f'{tmp_path}/prompts.txt', '--data.image_size', 64, '--training.batch_size', 2, '--reward.grpo.num_samples', 2, '--rollout.num_inference_steps', 1, '--rollout.guidance_scale', 1, '--rollout.temperature', 3,
-             '--rollout.top_p', 1, '--reward.functions', f'{tmp_path}/green.py:green', '--training.eval_samples', 1, '--training.eval_prompts', 1, '--training.sample_interval', 0, '--model.device', 'cpu', '--training.ema_decay', 0.5,
-             '--training.save_interval', 1, '--num_steps', 2, '--output_dir', tmp_path / 'run']
-    def launched(*words):
-        command = [sys.executable, '-m', 'torch.distributed.run', '--nproc_per_node', 2, '--master_port', free_port(), '-m', 'glm_grpo.train', *words]
-        return subprocess.run([str(w) for w in command], cwd=ROOT, env=dict(os.environ, OMP_NUM_THREADS='1', PYTHONPATH=str(ROOT)), capture_output=True, text=True, timeout=300)
+    if not (tmp_path / 'green.py').exists(): (tmp_path / 'green.py').write_text('def green(images): return images[:, 1].mean((1, 2)) - images[:, [0, 2]].mean((1, 2, 3))\n')
+    return ['--data.prompts_file', f'{tmp_path}/prompts.txt', '--data.image_size', 64, '--training.batch_size', 2, '--reward.grpo.num_samples', 2, '--rollout.num_inference_steps', 2, '--rollout.guidance_scale', 1, '--rollout.temperature', 3,
+            '--rollout.top_p', 1, '--reward.functions', f'{tmp_path}/green.py:green', '--training.sample_interval', 0, '--model.device', 'cpu', '--training.save_interval', 1, '--num_steps', 2, '--output_dir', tmp_path / 'run', *words]
+
+
+def weights(checkpoint): return {str(p.relative_to(checkpoint)): p.read_bytes() for p in checkpoint.rglob('*.safetensors')}
+
+
+def test_a_run_on_two_ranks_writes_once_and_goes_on_bit_for_bit(tmp_path):
+    "1 of 2 steps, resume, 1 step == 2 steps: both halves, with averages, two mini-batches and two passes."
+    words = small(tmp_path, '--model.component', 'both', '--training.eval_samples', 1, '--training.eval_prompts', 1, '--training.ema_decay', 0.5, '--training.mini_batches', 2, '--training.updates_per_rollout', 2)
     done = launched(*words)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert done.stdout.count('loading') == 1 and 'on 2 ranks' in done.stdout
-    lines = lambda: [{k: v for k, v in json.loads(line).items() if 'seconds' not in k} for line in (tmp_path / 'run/metrics.jsonl').read_text().splitlines()]
+    lines = lambda: [{k: v for k, v in json.loads(line).items() if not k.startswith(('seconds', 'memory'))} for line in (tmp_path / 'run/metrics.jsonl').read_text().splitlines()]
     straight, checkpoints = lines(), tmp_path / 'run/checkpoints'
     assert [line['step'] for line in straight] == [1, 2]
-    final = {p.name: p.read_bytes() for p in (checkpoints / 'checkpoint_final').glob('*.safetensors')} | {'ema': (checkpoints / 'checkpoint_final/ema/adapter_model.safetensors').read_bytes()}
-    assert final['ema'] != final['adapter_model.safetensors']
-    import shutil
-    shutil.rmtree(checkpoints / 'checkpoint_final')
-    done = launched('--resume', checkpoints / 'checkpoint_step_1')
+    final = weights(checkpoints / 'checkpoint_final')
+    assert len(final) == 4 and all(final[f'ema/{half}/adapter_model.safetensors'] != final[f'{half}/adapter_model.safetensors'] for half in ('ar', 'dit'))
+    for name in ('checkpoint_final', 'checkpoint_step_2'): shutil.rmtree(checkpoints / name)
+    done = launched('--resume', 'latest', '--output_dir', tmp_path / 'run')
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert lines() == straight
-    assert final == {p.name: p.read_bytes() for p in (checkpoints / 'checkpoint_final').glob('*.safetensors')} | {'ema': (checkpoints / 'checkpoint_final/ema/adapter_model.safetensors').read_bytes()}
+    assert lines() == straight and weights(checkpoints / 'checkpoint_final') == final
+
+
+def test_a_rank_that_is_killed_ends_the_others(tmp_path):
+    "kill -9, in the second step: the launcher ends the rest, and the checkpoint of the first step is whole."
+    (tmp_path / 'green.py').write_text('import os, signal\ncalls = []\ndef green(images):\n    calls.append(1)\n    if os.environ["RANK"] == "1" and len(calls) == 4: os.kill(os.getpid(), signal.SIGKILL)\n    return images[:, 1].mean((1, 2))\n')
+    begun = time.monotonic()
+    done = launched(*small(tmp_path, '--training.eval_samples', 0, '--num_steps', 100))
+    assert done.returncode != 0 and time.monotonic() - begun < 200
+    assert 'Signal 9 (SIGKILL)' in done.stderr, done.stderr[-3000:]
+    kept = [p for p in (tmp_path / 'run/checkpoints').iterdir() if p.name.startswith('checkpoint_')]
+    assert kept and all(json.loads((p / 'trainer.json').read_text())['step'] == 1 and weights(p) for p in kept)
