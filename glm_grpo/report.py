@@ -142,7 +142,7 @@ def alarm_figure(
     if bad: right.legend(fontsize=7)
     return fig
 
-# %% ../nbs/21_report.ipynb #c061
+# %% ../nbs/21_report.ipynb #c068
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1c1c1c; --paper: #fff; --soft: #f2f2f2; --line: #c4c4c4; --good: #0a6b2d; --bad: #a8001c }
 @media (prefers-color-scheme: dark) { :root { --ink: #e8e8e8; --paper: #161616; --soft: #242424; --line: #555; --good: #7fd99a; --bad: #ff8f8f } }

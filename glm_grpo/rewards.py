@@ -98,12 +98,16 @@ class SceneCheck:
         return dict(ground=seen["ground"] == scene.ground and seen["share"] > 0.1, objects=set(names) == set(scene.objects), count=len(names) == len(scene.names),
                     place=place, sign=seen["sign"] == bool(scene.word), clean=seen["leftover"] < self.clean)
 
+    def parse(self, prompt):
+        "The scene that a prompt asks for. Raises UserError for a prompt that is not in the language of `scenes`."
+        return parse_prompt(prompt, self.drawings.objects)
+
     def parts(self,
         images, # [N, 3, H, W] in [0, 1]
         prompts, # N texts
     ): # list of dict of bool
-        "The answers part by part. Raises UserError for a prompt that is not in the language of `scenes`."
-        scenes = [parse_prompt(p, self.drawings.objects) for p in prompts]
+        "The answers part by part. Raises UserError as `parse`."
+        scenes = [self.parse(p) for p in prompts]
         return [self.judge(s, scene) for s, scene in zip(self.look(images), scenes)]
 
     def __call__(self, images, prompts): return torch.tensor([float(all(p.values())) for p in self.parts(images, prompts)])

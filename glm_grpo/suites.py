@@ -240,20 +240,16 @@ class SixTaskCheck(SceneCheck):
         return dict(ground=seen["ground"] == scene.ground and seen["share"] > 0.1, objects={d["class"] for d in detections} == set(scene.names), count=verdict["count"] and verdict["exclude"],
                     colour=verdict["colour"], position=verdict["position"], clean=seen["leftover"] < self.clean and not seen["sign"])
 
-    def parts(self,
-        images, # [N, 3, H, W] in [0, 1]
-        prompts, # N texts
-    ): # list of dict of bool
-        "The answers part by part. Raises UserError for a prompt that is not in the language of `SixScene`."
-        scenes = [parse_six(p, self.drawings.objects) for p in prompts]
-        return [self.judge(s, scene) for s, scene in zip(self.look(images), scenes)]
+    def parse(self, prompt):
+        "The scene that a prompt asks for. Raises UserError for a prompt that is not in the language of `SixScene`."
+        return parse_six(prompt, self.drawings.objects)
 
     def by_task(self,
         images, # [N, 3, H, W] in [0, 1]
         prompts, # N texts
     ): # dict task -> share in [0, 1], for the tasks that occur, in the order of TASKS; GenEval's overall score is their mean
         "The share of right pictures in each task."
-        right, tasks = self(images, prompts), [parse_six(p, self.drawings.objects).task for p in prompts]
+        right, tasks = self(images, prompts), [self.parse(p).task for p in prompts]
         return {t: right[[k == t for k in tasks]].mean().item() for t in TASKS if t in tasks}
 
 # %% ../nbs/20_suites.ipynb #c070
