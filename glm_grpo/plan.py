@@ -79,7 +79,7 @@ def numbers_in(
     "How many numbers these tensors hold."
     return sum(math.prod(s) for s in shapes.values())
 
-# %% ../nbs/22_plan.ipynb #c016
+# %% ../nbs/22_plan.ipynb #c017
 def count_trained(
     config, # Config
     layout, # of `model_layout`
@@ -98,7 +98,7 @@ def count_trained(
         out[half] = sum(m.lora_rank * sum(s) for layers in found.values() for s in layers)
     return out
 
-# %% ../nbs/22_plan.ipynb #c021
+# %% ../nbs/22_plan.ipynb #c023
 def estimate_memory(
     config, # Config
     layout, # of `model_layout`
@@ -129,7 +129,7 @@ def estimate_memory(
                drawing=max(cache + logits, decoding), activations=max(update[half] for half in ("ar", "dit") if m.component in (half, "both")))
     return out | dict(peak=sum(out.values()) - min(out["drawing"], out["activations"]))
 
-# %% ../nbs/22_plan.ipynb #c033
+# %% ../nbs/22_plan.ipynb #c036
 def estimate_seconds(
     config, # Config
     dataset, # T2IDataset: its first prompt is drawn
@@ -151,7 +151,7 @@ def estimate_seconds(
     seconds = drawn - start + (time.perf_counter() - drawn) * config.training.updates_per_rollout
     return seconds * config.training.batch_size * config.training.max_steps
 
-# %% ../nbs/22_plan.ipynb #c036
+# %% ../nbs/22_plan.ipynb #c039
 def plan(
     config, # Config, checked
     dataset, # training prompts
