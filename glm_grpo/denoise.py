@@ -240,6 +240,7 @@ def draw_latents(
     noise_level=0.7, # of `sde_step`
     sde_type="sde", # of `sde_step`
     batch_size=None, # at most so many rows at once; None: no limit
+    on_rows=None, # called with (list of row numbers, their latents) as soon as a batch is done
 ): # dict: latents [N, C, 4h, 4w]; of the decisions: before, after, means [N, D, C, 4h, 4w] and log_probs [N, D]; all float32 on the model's device
     "Denoise, and keep what scoring the decisions will need. ValueError: shapes that do not fit, an id outside the codebook."
     dit, n, out = parts.transformer, len(inputs.large_ids), {}
@@ -253,6 +254,7 @@ def draw_latents(
                        sde_type=sde_type, on_step=lambda s: s.index in decisions and steps.append(s))
         found = dict(latents=last) | ({k: torch.stack([getattr(s, a) for s in steps], 1) for k, a in dict(before="before", after="after", means="mean", log_probs="log_prob").items()} if steps else {})
         for k, v in found.items(): out.setdefault(k, v.new_empty(n, *v.shape[1:]))[rows] = v
+        if on_rows: on_rows(rows, last)
     return out
 
 # %% ../nbs/07_denoise.ipynb #c068

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from .config import BRING, METRICS, Config, check_config, find_checkpoint, image_height_width, metrics_help, named_functions, parse_args, reward_weights, run_command, run_folder
 from .data import I2IDataset, T2IDataset, UserError, atomic_write, read_lines, tensor_to_pil
-from .rewards import DetailCheck, EditCheck, RewardError, SceneCheck, SignReader, WeightedReward, call_reward, edit_reward, reward_name, simple_reward_function
+from .rewards import DetailCheck, EditCheck, RewardError, SceneCheck, SignReader, WeightedReward, call_reward, draw_and_judge, edit_reward, reward_name, simple_reward_function
 from .trainer import Callback, differences
 
 def picture_numbers(
@@ -47,16 +47,17 @@ def evaluate(
     start, columns, pictures, values, not_measured = time.perf_counter(), [], [], {}, {}
     functions = list(dict.fromkeys(reward_function.values())) if isinstance(reward_function, dict) else [reward_function]
     for seed in seeds:
-        rollout = model.generate_with_tracking(list(prompts), sources, seed=f"eval-{seed}", step=0, **options)
-        given = rollout["image_tensors"], list(prompts), targets, sources, metadata
-        columns.append(sum(call_reward(f, *given) for f in functions))
+        draw = lambda on_pictures: model.generate_with_tracking(list(prompts), sources, seed=f"eval-{seed}", step=0, on_pictures=on_pictures, **options)["image_tensors"]
+        images, rewards, _ = draw_and_judge(draw, functions, list(prompts), targets, sources, metadata)
+        given = images, list(prompts), targets, sources, metadata
+        columns.append(sum(rewards))
         measured = {name: part for f in functions for name, part in getattr(f, "last", {}).items()}
         for name, metric in (metrics or {}).items():
             if name in measured or name in not_measured: continue
             try: measured[name] = call_reward(metric, *given, name=name, may_skip=True)
             except UserError as e: not_measured[name] = str(e)
         for name, column in measured.items(): values.setdefault(name, []).append(column)
-        pictures.append((rollout["image_tensors"].clamp(0, 1) * 255).round().byte().cpu())
+        pictures.append((images.clamp(0, 1) * 255).round().byte().cpu())
         if progress: progress(len(prompts) * len(columns), len(prompts) * len(seeds))
     rewards, S = torch.stack(columns, 1), len(seeds)
     values = {name: torch.stack(v, 1) for name, v in values.items() if name not in not_measured}

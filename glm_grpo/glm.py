@@ -319,6 +319,7 @@ class GLMImageWrapper:
         score_batch_size=None, # rows scored at a time; take the trainer's micro-batch to have ratios of exactly 1 also in bf16
         decode=True, # False: no pictures
         pictures_per_prompt=None, # where a prompt comes more often than this it is asked for again, with other noise; None: all of them are one group. Unused where pictures_per_sample is given or the DiT does not train
+        on_pictures=None, # called with (list of row numbers, their pictures [n, 3, H, W]) as soon as a batch of pictures is there
         drawn=None, # dict: request (see `request_names`) -> pictures of it that are drawn elsewhere before these: its samples are numbered on
     ): # dict: prompts, token_ids [N, T] int64 (preview, then large grid; image to image: large only), token_logprobs [N, T] float32, log_probs [N] (their mean), latents_logprobs [N, D] float32 where the DiT trains, image_tensors [N, 3, H, W] float32 in [0, 1] on the CPU, images (PIL), initial_latents [N, C, h, w], and what scoring needs
         "Draw tokens, make pictures of those tokens, score both. UserError: sizes that do not fit, source pictures that do not fit."
@@ -343,17 +344,21 @@ class GLMImageWrapper:
             told = [encode_sources(self.pipe, images[i], inputs.sources[j]) for j, i in enumerate(first)]
             rollout["sources"] = [told[i] for i in index.tolist()]
         alone = slice_rollout(rollout, [where.index(i) for i in range(len(token_ids))])
-        rollout["token_logprobs"] = self.compute_token_logprobs(alone, score_batch_size)[where]
-        rollout["log_probs"] = rollout["token_logprobs"].mean(1)
+        pictures = torch.empty(n, 3, height, width)
+        def take(rows, latents):
+            if not decode: return
+            found = pictures[rows] = decode_latents(self.pipe, latents).cpu()
+            if on_pictures: on_pictures(rows, found)
         if "dit" in self.halves:
             sigmas = schedule(self.pipe.scheduler, num_inference_steps, height * width // 256)[1]
             decisions = tuple(choose_window(decision_steps(sigmas, noise_level, sde_type), window, window_kind, key=f"{seed}|{step}|window", step=step)) if noise_level else ()
             noise = group_latents([f"{seed}|{step}|{name}|{m}|steps" for name, m in zip(names, picture)], (len(decisions), *shape)) if decisions else None
             rollout.update(decisions=decisions, sigmas=sigmas, noise_level=noise_level, sde_type=sde_type, ratio_norm=ratio_norm)
-            rollout.update(self._draw_latents(rollout, noise, score_batch_size or batch_size or n))
-        if decode:
-            rollout["image_tensors"] = self.decode(rollout, batch_size)
-            rollout["images"] = tensor_to_pil(rollout["image_tensors"])
+            rollout.update(self._draw_latents(rollout, noise, score_batch_size or batch_size or n, take))
+        elif decode: draw_latents(self.pipe, self._picture_inputs(rollout), rollout["initial_latents"], batch_size=batch_size, on_rows=take)
+        rollout["token_logprobs"] = self.compute_token_logprobs(alone, score_batch_size)[where]         # after the pictures, which others may be looking at already
+        rollout["log_probs"] = rollout["token_logprobs"].mean(1)
+        if decode: rollout.update(image_tensors=pictures, images=tensor_to_pil(pictures))
         return rollout
 
     def _draw_tokens(self, inputs, keys, index, temperature, top_p, batch_size):
@@ -369,12 +374,13 @@ class GLMImageWrapper:
     def _picture_inputs(self, r):
         return PictureInputs(large_grid_tokens(r["token_ids"], r["grids"]), r["grids"][-1], r["prompts"], r["num_inference_steps"], r["guidance_scale"], r["sources"], r["glyphs"])
 
-    def _draw_latents(self, rollout, noise, size):
+    def _draw_latents(self, rollout, noise, size, take=None):
         "Denoise in the pieces in which the steps will be scored, so that a half-precision number is rounded there as here."
         found = []
         for i in range(0, len(rollout["prompts"]), size):
             part = slice_rollout(rollout, slice(i, i + size))
-            found.append(draw_latents(self.pipe, self._picture_inputs(part), part["initial_latents"], None if noise is None else noise[i:i + size], decisions=part["decisions"], noise_level=part["noise_level"], sde_type=part["sde_type"]))
+            found.append(draw_latents(self.pipe, self._picture_inputs(part), part["initial_latents"], None if noise is None else noise[i:i + size], decisions=part["decisions"], noise_level=part["noise_level"], sde_type=part["sde_type"],
+                                      on_rows=take and (lambda rows, latents: take([i + k for k in rows], latents))))
         found = {k: torch.cat([f[k] for f in found]) for k in found[0]}
         return dict(latents=found["latents"]) if noise is None else dict(latents=found["latents"], latents_before=found["before"], latents_after=found["after"], latents_means=found["means"], latents_logprobs=found["log_probs"])
 

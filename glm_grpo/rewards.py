@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['simple_reward_function', 'SceneCheck', 'SignReader', 'sign_reward', 'edit_reward', 'EditCheck', 'DetailCheck',
-           'RewardError', 'reward_name', 'call_reward', 'SideBySide', 'WeightedReward']
+           'RewardError', 'reward_name', 'call_reward', 'SideBySide', 'WeightedReward', 'draw_and_judge']
 
 # %% ../nbs/04_rewards.ipynb #c002
-import functools, inspect, math, queue, re, threading, time, weakref
+import concurrent.futures, functools, inspect, math, queue, re, threading, time, weakref
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -298,9 +298,9 @@ def call_reward(
 # %% ../nbs/04_rewards.ipynb #c073
 def _serve(jobs):
     "A part's thread: do what comes, until None comes."
-    for answers, call in iter(jobs.get, None):
-        try: answers.put(call())
-        except BaseException as e: answers.put(e)                   # raised again by the one who asked
+    for answer, call in iter(jobs.get, None):
+        try: answer.set_result(call())
+        except BaseException as e: answer.set_exception(e)          # raised again by the one who asks for the result
 
 def _dismiss(jobs, thread, current=threading.current_thread):        # `current` bound here: a notebook's names are gone when Python ends
     "Let a part's thread end. It is waited for, a second at most: one that wakes up while Python is shutting down would abort the process."
@@ -317,24 +317,36 @@ class SideBySide:
         time_limit=None, # seconds that they may take for a call; None: for ever
     ): self.parts, self.time_limit, self.jobs = parts, time_limit, {}
 
-    def _ask(self, name, *given):
-        if name not in self.jobs:
-            self.jobs[name] = jobs = queue.SimpleQueue()
-            thread = threading.Thread(target=_serve, args=(jobs,), daemon=True, name=f"reward {name}")
-            thread.start()
-            weakref.finalize(self, _dismiss, jobs, thread)          # without us, and before Python ends
-        answers = queue.SimpleQueue()
-        self.jobs[name].put((answers, functools.partial(call_reward, self.parts[name], *given, name=name, may_skip=True)))
+    def ask(self,
+        names, # of the parts
+        *given, # images, prompts, targets, sources, metadata
+    ): # dict: name -> Future
+        "Let these parts begin, and do not wait."
+        answers = {name: concurrent.futures.Future() for name in names}
+        for name, answer in answers.items():
+            if name not in self.jobs:
+                self.jobs[name] = jobs = queue.SimpleQueue()
+                thread = threading.Thread(target=_serve, args=(jobs,), daemon=True, name=f"reward {name}")
+                thread.start()
+                weakref.finalize(self, _dismiss, jobs, thread)          # without us, and before Python ends
+            self.jobs[name].put((answer, functools.partial(call_reward, self.parts[name], *given, name=name, may_skip=True)))
         return answers
 
-    def __call__(self, images, prompts, targets=None, sources=None, metadata=None):
-        waiting, out = {name: self._ask(name, images, prompts, targets, sources, metadata) for name in self.parts}, {}
+    def wait(self,
+        answers, # of `ask`
+        images, # those that it was asked about
+        prompts,
+    ): # dict: name -> [N]
+        "Until all have answered, or the time is over."
         end = None if self.time_limit is None else time.monotonic() + self.time_limit
-        for name, answers in waiting.items():
-            try: out[name] = answers.get(timeout=None if end is None else max(0.001, end - time.monotonic()))
-            except queue.Empty: raise RewardError(f"The reward {name} has not answered within {self.time_limit:g} s (reward.time_limit; first prompt of the batch: {prompts[0]!r}).", name, prompts[0], images[0].detach().float().cpu()) from None
-            if isinstance(out[name], BaseException): raise out[name]
-        return out
+        for name, answer in answers.items():
+            if answer not in concurrent.futures.wait([answer], None if end is None else max(0.001, end - time.monotonic())).done:
+                raise RewardError(f"The reward {name} has not answered within {self.time_limit:g} s (reward.time_limit; first prompt of the batch: {prompts[0]!r}).", name, prompts[0], images[0].detach().float().cpu())
+            answer.result()
+        return {name: answer.result() for name, answer in answers.items()}
+
+    def __call__(self, images, prompts, targets=None, sources=None, metadata=None):
+        return self.wait(self.ask(self.parts, images, prompts, targets, sources, metadata), images, prompts)
 
 # %% ../nbs/04_rewards.ipynb #c080
 class WeightedReward:
@@ -355,7 +367,15 @@ class WeightedReward:
         self.name = " + ".join(f"{w:g} {n}" for n, w in weights.items())
 
     def __call__(self, images, prompts, targets=None, sources=None, metadata=None):
-        self.last = self.side_by_side(images, prompts, targets, sources, metadata)
+        return self.add(self.side_by_side(images, prompts, targets, sources, metadata), images, prompts)
+
+    def add(self,
+        last, # dict: part -> [N], NaN: nothing to score
+        images, # for the message of an error
+        prompts,
+    ): # [N] float32
+        "The sum, from what the parts have said."
+        self.last = last
         speaks = sum(abs(self.weights[n]) * ~r.isnan() for n, r in self.last.items())                     # [N]: the weight of those that say something
         if silent := (speaks == 0).nonzero().flatten().tolist():
             i, names = silent[0], ", ".join(n for n, w in self.weights.items() if w)
@@ -363,3 +383,46 @@ class WeightedReward:
         share = sum(abs(self.weights[n]) * torch.ones(len(images)) for n in self.last) / speaks           # exactly 1 where all speak
         self.weighted = {n: (self.weights[n] * r).nan_to_num(0.0) * share for n, r in self.last.items()}
         return sum(self.weighted.values())
+
+# %% ../nbs/04_rewards.ipynb #c092
+def _on_cpu(part): return str(getattr(part, "device", "cpu")) == "cpu"
+
+class _WhileDrawing:
+    "What a `WeightedReward` says about pictures that come in batches."
+    def __init__(self, reward, prompts, targets, sources, metadata):
+        self.reward, self.team, self.prompts, self.given, self.asked = reward, reward.side_by_side, list(prompts), (targets, sources, metadata), []
+        self.early = [name for name, part in reward.parts.items() if _on_cpu(part)]
+
+    def take(self, rows, images):
+        "A batch is there. Raises what a part has raised about an earlier one."
+        for _, _, _, answers in self.asked:
+            for answer in answers.values():
+                if answer.done(): answer.result()
+        prompts, *given = (None if v is None else v[rows] if isinstance(v, torch.Tensor) else [v[i] for i in rows] for v in (self.prompts, *self.given))
+        self.asked.append((rows, images, prompts, self.team.ask(self.early, images, prompts, *given)))
+
+    def finish(self, images):
+        "All are there -> [N]."
+        early, rows = self.early if self.asked else [], [i for asked in self.asked for i in asked[0]]
+        if self.asked and sorted(rows) != list(range(len(images))): raise ValueError(f"{len(rows)} rows came one batch after the other, and {len(images)} pictures were drawn")
+        late = self.team.ask([n for n in self.reward.parts if n not in early], images, self.prompts, *self.given)
+        told = [self.team.wait(answers, part, prompts) for _, part, prompts, answers in self.asked]
+        order = torch.tensor(rows).argsort()
+        found = {n: torch.cat([t[n] for t in told])[order] for n in early} | self.team.wait(late, images, self.prompts)
+        return self.reward.add({n: found[n] for n in self.reward.parts}, images, self.prompts)
+
+def draw_and_judge(
+    draw, # called with on_pictures=...; calls that with (list of row numbers, their pictures) when some are there, or never; returns all pictures [N, 3, H, W]
+    rewards, # list of rewards, see `call_reward`
+    prompts, # N texts
+    targets=None, # [N, 3, H, W] or None
+    sources=None, # N lists of source pictures, or None
+    metadata=None, # N dicts, or None
+): # (pictures [N, 3, H, W]; for each reward [N] float32; seconds that were waited for rewards when all was drawn)
+    "Draw, and let those parts of a `WeightedReward` that are on the CPU (have no `device`, or a CPU's) judge each batch while the next is drawn. Any other reward is called with all pictures at the end. UserError, RewardError as `call_reward`."
+    running = {i: _WhileDrawing(r, prompts, targets, sources, metadata) for i, r in enumerate(rewards) if isinstance(r, WeightedReward)}
+    def on_pictures(rows, images):
+        for r in running.values(): r.take(rows, images)
+    images = draw(on_pictures=on_pictures)
+    start = time.perf_counter()
+    return images, [running[i].finish(images) if i in running else call_reward(r, images, prompts, targets, sources, metadata) for i, r in enumerate(rewards)], time.perf_counter() - start

@@ -15,7 +15,7 @@ from .advantages import compute_advantages, equal_groups
 from .data import UserError, atomic_dir, atomic_write, tensor_to_pil
 from .glm import request_names, slice_rollout
 from .loss import combine_metrics, compute_grpo_loss
-from .rewards import call_reward
+from .rewards import draw_and_judge
 
 @contextlib.contextmanager
 def uncut():
@@ -277,9 +277,10 @@ class MinimalGRPOTrainer:
         prompts, # list of B
         source_images=None, # list of B lists of PIL pictures, for image to image
         drawn=None, # dict: name of a request (see `request_names`) -> pictures of it that other ranks draw before these; None: none
+        on_pictures=None, # see `GLMImageWrapper.generate_with_tracking`
     ): # (image_tensors [B*G, 3, H, W], old_logprobs [B*G, T], token_ids [B*G, T]); with M pictures a sample B*G*M rows
         "Draw a group for each prompt, beside each other. The whole rollout stays in `last_rollout`."
-        self.last_rollout = r = self.model.generate_with_tracking(self._group(prompts), self._group(source_images), seed=self.seed, step=self.step, drawn=drawn, pictures_per_prompt=self.pictures, **self.rollout_options)
+        self.last_rollout = r = self.model.generate_with_tracking(self._group(prompts), self._group(source_images), seed=self.seed, step=self.step, drawn=drawn, pictures_per_prompt=self.pictures, on_pictures=on_pictures, **self.rollout_options)
         return r["image_tensors"], next(iter(self.model.policies.values())).old(r), r.get("token_ids")
 
     def draw(self, batch):
@@ -287,18 +288,18 @@ class MinimalGRPOTrainer:
         start, targets = time.perf_counter(), batch.get("target_images")
         given = dict(targets=None if targets is None else targets.repeat_interleave(self.pictures, 0), sources=self._group(batch.get("source_images")), metadata=self._group(batch.get("metadata")))
         functions = {name: self._of(name, self.reward_function) for name in self.model.policies}
+        different = list(dict.fromkeys(functions.values()))
         names = self.ranks.agree(lambda: request_names(batch["prompts"], batch.get("source_images")))
         before = {name: n * self.pictures for name, n in collections.Counter(itertools.chain(*names[:self.ranks.rank])).items()}      # a prompt that comes twice in a step gets other noise the second time
         peak = PeakMemory(self.device)
         def mine():
-            images, *_ = self.generate_samples(batch["prompts"], batch.get("source_images"), before)
-            drawn = time.perf_counter()
-            rewards = {f: call_reward(f, images, self.last_rollout["prompts"], **given) for f in dict.fromkeys(functions.values())}
-            return drawn, [(r, getattr(f, "last", {}), getattr(f, "weighted", {})) for f, r in rewards.items()]
+            draw = lambda on_pictures: self.generate_samples(batch["prompts"], batch.get("source_images"), before, on_pictures)[0]
+            _, rewards, waited = draw_and_judge(draw, different, self._group(batch["prompts"]), **given)
+            return waited, [(r, getattr(f, "last", {}), getattr(f, "weighted", {})) for f, r in zip(different, rewards)]
         told = self.ranks.agree(mine)                                                  # of all ranks: a reward is compared with the whole batch where scale or normalise say so
         rollout, join = self.last_rollout, lambda dicts: {n: torch.cat([d[n] for d in dicts]) for n in dicts[0]}
         rewards, last, weighted = {}, {}, {}
-        for f, of_ranks in zip(dict.fromkeys(functions.values()), zip(*(answers for _, answers in told))):
+        for f, of_ranks in zip(different, zip(*(answers for _, answers in told))):
             parts_of = list(zip(*of_ranks))
             rewards[f], last[f], weighted[f] = torch.cat(parts_of[0]), join(parts_of[1]), join(parts_of[2])
         samples, parts, whole = {}, {}, {}
@@ -314,8 +315,8 @@ class MinimalGRPOTrainer:
             for n in last[f]: parts |= {f"{whose}reward/{n}": last[f][n], f"{whose}reward/{n}_weighted": weighted[f][n]}
         whole["rewards"] = sum(rewards.values())
         rollout.update(source_images=given["sources"], rewards=own_rows(whole["rewards"]), advantages=samples[name]["advantages"], samples=samples, parts=parts, whole=whole)
-        drawn = told[self.ranks.rank][0]
-        rollout["seconds"], rollout["memory"] = dict(rollout=drawn - start, reward=time.perf_counter() - drawn), peak.gigabytes()
+        waited, seconds = told[self.ranks.rank][0], time.perf_counter() - start
+        rollout["seconds"], rollout["memory"] = dict(rollout=seconds - waited, reward=waited), peak.gigabytes()
         return rollout
 
     def update(self, samples, sizes=None):
