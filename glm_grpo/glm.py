@@ -187,6 +187,9 @@ class Policy:
     def pieces(self, part):
         "Parts of a micro-batch whose decisions can be scored one after the other."
         return [part]
+    def lay_out(self, rollout, values):
+        "A number for each decision, [T] -> list of (title, [rows, columns]), as one would draw them."
+        return [("decisions", values[None])]
     def score_against(self, part, reference):
         "(log-probs [N, T], what the loss needs for the KL to the policy that is there inside `reference`)"
         with torch.no_grad(), reference(): ref = self.score(part)
@@ -202,6 +205,9 @@ class ARPolicy(Policy):
     def samples(self, rollout, pictures):
         each = rollout["pictures_per_sample"]
         return slice(None, None, each), each, pictures // each
+    def lay_out(self, rollout, values):
+        grids = rollout["grids"]
+        return [(f"tokens of the {name} grid", v.view(h, w)) for name, (h, w), v in zip(("preview's", "large")[-len(grids):], grids, values.split([h * w for h, w in grids]))]
 
 class DiTPolicy(Policy):
     "The denoising policy. Its samples are pictures of the same tokens, its decisions the steps that add noise."
@@ -217,6 +223,7 @@ class DiTPolicy(Policy):
         "One decision each: steps are scored one by one anyway, and so their activations are not kept together."
         cut = lambda k, v, j: v[:, j:j + 1] if k in ("latents_before", "latents_after", "latents_means", "latents_logprobs") else v[j:j + 1] if k == "decisions" else v
         return [{k: cut(k, v, j) for k, v in part.items()} for j in range(len(part["decisions"]))]
+    def lay_out(self, rollout, values): return [(f"denoising steps {', '.join(map(str, rollout['decisions']))}", values[None])]
     def score_against(self, part, reference):
         with torch.no_grad(), reference(): _, ref_means, ref_velocities = self.model.score_denoising(part)
         log_probs, means, velocities = self.model.score_denoising(part)
@@ -241,6 +248,7 @@ class GLMImageWrapper:
         seed=0, # of the adapters' start, and of drawing where no other is given
         gradient_checkpointing=False, # less memory in the backward pass, about a third slower
         dit_kl="gaussian", # distance of the denoising policy to its reference: "gaussian" (exact) or "velocity" (mean squared difference)
+        offload=False, # True: while one half works, the other's frozen weights wait in the processor's memory
     ):
         "UserError: not a GLM-Image, unknown device, dtype or component."
         if component not in ("ar", "dit", "both"): raise UserError(f"component '{component}': take ar, dit or both.")
@@ -265,11 +273,26 @@ class GLMImageWrapper:
         if gradient_checkpointing:
             with _quiet(): self.ar.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
             self.dit.enable_gradient_checkpointing()
+        self.resting, self.awake = ({half: [(p, self._host(p)) for p in part.parameters() if not p.requires_grad] for half, part in dict(ar=self.ar, dit=self.dit).items()} if offload else {}), None
         if adapter is not None: self.load_adapter(adapter)
         self.policies = {half: dict(ar=ARPolicy, dit=lambda m: DiTPolicy(m, dit_kl))[half](self) for half in self.halves}
 
+    @staticmethod
+    def _host(p):
+        "Frozen weights on the CPU, once for ever: they do not change, so letting them go costs nothing."
+        return p.data.cpu().pin_memory() if p.device.type == "cuda" else p.data.cpu()
+
+    def wake(self,
+        half, # "ar" or "dit"
+    ):
+        "With `offload`: get this half's frozen weights, and let go of the other's. What is trained stays where the optimizer is."
+        if not self.resting or half == self.awake: return
+        for name in sorted(self.resting, key=lambda name: name == half):                 # room first
+            for p, host in self.resting[name]: p.data = host.to(self.device, non_blocking=True) if name == half else host.new_empty(0, device=self.device)
+        self.awake = half
+
     def __repr__(self):
-        n, all_ = (sum(p.numel() for p in ps) for ps in (self.get_trainable_parameters(), (p for part in self.halves.values() for p in part.parameters())))
+        n, all_ = sum(p.numel() for p in self.get_trainable_parameters()), sum(p.numel() for half, part in self.halves.items() for p in ([p for p in part.parameters() if p.requires_grad] + [host for _, host in self.resting[half]] if self.resting else part.parameters()))
         return f"GLMImageWrapper({self.name}, {self.component}, {f'LoRA of rank {self.lora.rank}' if self.lora else 'full weights'}: {n:,} of {all_:,} parameters train, {str(self.dtype)[6:]} on {self.device})"
 
     def get_trainable_parameters(self,
@@ -332,6 +355,7 @@ class GLMImageWrapper:
         names = request_names(prompts, images)
         unique, index, sample, picture = _number(names, pictures_per_sample or dict(ar=1, dit=pictures_per_prompt or n, both=2)[self.component], drawn)
         first = [names.index(name) for name in unique]
+        self.wake("ar")
         inputs = prepare_prompts(self.processor, self.ar, [prompts[i] for i in first], height, width, [images[i] for i in first] if images else None).to(self.device)
         token_ids, kept, where = self._draw_tokens(inputs, [f"{seed}|{step}|{name}|{s}|tokens" for name, s in zip(names, sample)], index, temperature, top_p, batch_size)
         c, f, same = self.pipe.transformer.config, self.pipe.vae_scale_factor, shared_noise and "dit" in self.halves and noise_level > 0
@@ -341,9 +365,11 @@ class GLMImageWrapper:
                        guidance_scale=guidance_scale, seed=seed, step=step, sources=None, diagnostics=dict(tokens_outside=((token_ids < 0) | (token_ids >= self.ar.config.vq_config.num_embeddings)).sum().item()),
                        initial_latents=group_latents([f"{seed}|{step}|{name}|latents" + f"|{m}" * (m > 0 and not same) for name, m in zip(names, picture)], shape))
         if images:
+            self.wake("dit")
             told = [encode_sources(self.pipe, images[i], inputs.sources[j]) for j, i in enumerate(first)]
             rollout["sources"] = [told[i] for i in index.tolist()]
         alone = slice_rollout(rollout, [where.index(i) for i in range(len(token_ids))])
+        self.wake("dit")
         pictures = torch.empty(n, 3, height, width)
         def take(rows, latents):
             if not decode: return
@@ -391,6 +417,7 @@ class GLMImageWrapper:
     ): # [N, 3, H, W] float32 in [0, 1], on the CPU
         "The pictures of a rollout: of its last latents where the DiT drew them, else of its tokens, quoted words, sources and first noise."
         r = rollout
+        self.wake("dit")
         latents = r["latents"] if "latents" in r else draw_latents(self.pipe, self._picture_inputs(r), r["initial_latents"], batch_size=batch_size)["latents"]
         return decode_latents(self.pipe, latents).cpu()
 
@@ -400,6 +427,7 @@ class GLMImageWrapper:
     ): # [N, T] float32, with a gradient where gradients are enabled
         "Log-probability of each drawn token under the model as it is now."
         r, n = rollout, len(rollout["token_ids"])
+        self.wake("ar")
         with self._checkpointing():
             return torch.cat([score_tokens(self.ar, r["prompt_inputs"], r["prompt_index"][i:j], r["token_ids"][i:j], r["temperature"], None if r["kept"] is None else r["kept"][i:j])
                               for i, j in ((i, i + (batch_size or n)) for i in range(0, n, batch_size or n))])
@@ -416,6 +444,7 @@ class GLMImageWrapper:
         "The denoising steps that decided, under the DiT as it is now. UserError: the rollout has no such steps."
         r = rollout
         if not r.get("decisions"): raise UserError("this rollout's denoising decided nothing: load the model with component dit or both, and take a noise_level above 0.")
+        self.wake("dit")
         return score_latents(self.pipe, self._picture_inputs(r), r["latents_before"], r["latents_after"], r["decisions"], r["noise_level"], r["sde_type"])
 
     def compute_denoising_logprobs(self,
@@ -431,6 +460,7 @@ class GLMImageWrapper:
         with atomic_dir(folder) as part, _quiet():
             for half, model in self.halves.items():
                 where = part / half if len(self.halves) > 1 else part
+                self.wake(half)
                 if half in self.adapters: self.adapters[half].save_pretrained(where, save_embedding_layers=False)
                 else: model.save_pretrained(where)
 
@@ -447,7 +477,7 @@ class GLMImageWrapper:
         if not Path(where, "config.json").is_file(): raise UserError(f"{where}: no saved weights, config.json is missing." + (" It holds an adapter: set model.lora to true." if Path(where, "adapter_config.json").is_file() else " Give a folder written with model.lora false."))
         model = self.halves[half]
         with _quiet(): state = type(model).from_pretrained(where, local_files_only=True, **{"dtype" if half == "ar" else "torch_dtype": self.dtype}).state_dict()
-        return lambda: model.load_state_dict(state)
+        return lambda: (self.wake(half), model.load_state_dict(state))
 
     def _read_adapter(self, half, where):
         from peft import get_peft_model_state_dict, set_peft_model_state_dict
