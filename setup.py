@@ -23,6 +23,6 @@ setup(
     # named, or tests and tools would be packed as well
     packages=find_packages(include=[cfg['lib_name'], cfg['lib_name'] + '.*']),
     install_requires=cfg['requirements'].split(),
-    extras_require={'rewards': cfg['rewards_requirements'].split(), 'dev': (cfg['dev_requirements'] + ' ' + cfg['rewards_requirements']).split()},
+    extras_require={'rewards': cfg['rewards_requirements'].split(), '8bit': cfg['eight_bit_requirements'].split(), 'dev': (cfg['dev_requirements'] + ' ' + cfg['rewards_requirements']).split()},
     zip_safe=False,
 )

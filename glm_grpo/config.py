@@ -34,6 +34,7 @@ class ModelConfig:
     lora_alpha: float = _opt(32.0, "the adapter's output is scaled by lora_alpha / lora_rank")
     lora_target_modules: list[str] | None = _opt(None, "names of the layers of the language model that get an adapter; null: attention and feed-forward")
     dit_lora_target_modules: list[str] | None = _opt(None, "the same for the DiT; null: attention and feed-forward")
+    offload: bool = _opt(False, "true: while one half works (tokens or pictures), the other's frozen weights wait in the processor's memory; saves up to 20 GB of the published model for seconds a step")
     gradient_checkpointing: bool = _opt(False, "compute activations again in the backward pass: less memory, about a third slower")
 
 # %% ../nbs/11_config.ipynb #c011
@@ -48,6 +49,7 @@ class TrainingConfig:
     lr_scheduler: Literal["constant", "linear"] = _opt("linear", "linear: the step size goes down to 0 at max_steps, so that the noise of the last steps does no harm; constant: it stays")
     warmup_steps: int = _opt(0, "so many steps at first with a smaller step size, rising: AdamW's first steps are as large as noise can make them")
     weight_decay: float = _opt(0.0, "AdamW's weight decay")
+    optimizer: Literal["adamw", "adamw_8bit", "paged_adamw_8bit"] = _opt("adamw", "adamw; adamw_8bit: its memory in 8 bits (arXiv 2110.02861), a quarter to a half of it, for training all weights; paged: on the processor's side where the GPU is full; the 8-bit ones need the package bitsandbytes")
     max_grad_norm: float = _opt(1.0, "longer gradients are shortened to this length")
     ema_decay: float | None = _opt(None, "a moving average of the trained weights with this decay, 0.9 to 0.9999, is what evaluations see and what lies in the folder ema of checkpoints; training goes on with the weights themselves; null: none")
     micro_batch_size: int | None = _opt(8, "pictures scored at a time: less memory, the same gradient; a size that divides reward.grpo.num_samples leaves out groups of equal reward; null: all at once")
@@ -109,6 +111,7 @@ class GRPOOptions:
     clip_range_high: float | None = _opt(None, "the upper side of it, if other (DAPO, arXiv 2503.14476); cispo: the ceiling of the ratio itself")
     loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo"] = _opt("grpo", "how the decisions' losses are clipped and averaged, as in TRL")
     importance_sampling_level: Literal["token", "sequence"] = _opt("token", "a ratio for each token, or one for each picture (GSPO, arXiv 2507.18071)")
+    equal: Literal["keep", "drop"] = _opt("keep", "groups whose rewards are all equal: keep: they count in the mean over the samples, with nothing; drop: the mean is over the others, so the step is as long as if they had not been drawn (DAPO, arXiv 2503.14476); their share is equal_groups in metrics.jsonl")
     scale: Literal["group", "batch", "none"] = _opt("group", "what a reward's distance from its group's mean is divided by: the std of the group, of the batch, or nothing (Dr. GRPO, arXiv 2503.20783)")
     beta: float = _opt(0.0, "weight of the KL to the model before training; needs LoRA (the reference is the adapter switched off)")
     kl_estimator: Literal["k1", "k2", "k3"] = _opt("k3", "how the tokens' KL is estimated from what was drawn (Schulman 2020): k3 is never negative and pulls roughly the right way (exactly so with bias_correction_kl), k2 pulls exactly the right way, k1 is right as a number but its gradient is noise only")
@@ -431,6 +434,7 @@ def check_config(
         if value is not None and value <= 0: raise UserError(f"{name} {value}: must be more than 0.")
     if o.top_p is not None and o.top_p > 1: raise UserError(f"rollout.top_p {o.top_p}: a probability, so at most 1 (1 draws from all tokens).")
     if t.ema_decay is not None and not 0 < t.ema_decay < 1: raise UserError(f"training.ema_decay {t.ema_decay}: take a number between 0 and 1, such as 0.99, or null.")
+    if config.training.optimizer != "adamw" and not importlib.util.find_spec("bitsandbytes"): raise UserError(f"training.optimizer {config.training.optimizer}: the package bitsandbytes is not installed. pip install 'glm_grpo[8bit]', or take adamw.")
     for name in trackers(config):
         if name not in TRACKERS: raise UserError(f"training.trackers {name}: no such tracker. There are {', '.join(TRACKERS)}.")
         if not importlib.util.find_spec(name): raise UserError(f"training.trackers {name}: its package is not installed. pip install {name}, or take tensorboard.")
@@ -451,7 +455,7 @@ def check_config(
     edits = {"edit", "edit_check"} & {*reward_weights(config), *reward_weights(config, dit=True)} if r.use_advanced else set()
     if edits and t.mode != "i2i": raise UserError(f"reward.metrics.{min(edits)} judges edits. Set training.mode to i2i, or take scene or sign.")
 
-# %% ../nbs/11_config.ipynb #c073
+# %% ../nbs/11_config.ipynb #c074
 def to_yaml(
     config, # Config
 ): # str
@@ -460,7 +464,7 @@ def to_yaml(
     for name in ("resume", "dry_run"): values.pop(name)
     return yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=120)
 
-# %% ../nbs/11_config.ipynb #c076
+# %% ../nbs/11_config.ipynb #c077
 def run_command(
     command, # function of a list of words; returns a status, or None for 0
     argv=None, # the words; None: those of this process

@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['picture_numbers', 'evaluate', 'save_figure', 'before_after_figure', 'reward_curve_figure', 'open_data',
            'load_function', 'make_metric', 'make_reward', 'part_weights', 'other_metrics', 'check_reward',
-           'save_failed', 'load_model', 'rollout_options', 'eval_record', 'write_eval', 'evaluate_config',
-           'ImageStatistics', 'PeriodicEvaluation', 'numbers_table', 'main']
+           'save_failed', 'load_model', 'rollout_options', 'check_prompts', 'eval_record', 'write_eval',
+           'evaluate_config', 'ImageStatistics', 'PeriodicEvaluation', 'numbers_table', 'main']
 
 # %% ../nbs/12_evaluate.ipynb #c012
 import argparse, importlib, importlib.util, inspect, io, json, math, os, re, sys, textwrap, time
@@ -302,7 +302,7 @@ def load_model(
     if m.lora:
         lora = dict(rank=m.lora_rank, alpha=m.lora_alpha)
         lora |= {k: names for k, names in dict(target_modules=m.lora_target_modules, dit_target_modules=m.dit_lora_target_modules).items() if names}
-    return GLMImageWrapper(m.name, m.component, torch_dtype=m.torch_dtype, device=m.device, lora=lora, seed=config.training.seed, gradient_checkpointing=m.gradient_checkpointing, dit_kl=config.reward.grpo.dit_kl)
+    return GLMImageWrapper(m.name, m.component, torch_dtype=m.torch_dtype, device=m.device, lora=lora, seed=config.training.seed, gradient_checkpointing=m.gradient_checkpointing, offload=m.offload, dit_kl=config.reward.grpo.dit_kl)
 
 def rollout_options(
     config, # Config
@@ -313,6 +313,21 @@ def rollout_options(
                 noise_level=o.noise_level, sde_type=o.sde_type, window=o.window, window_kind=o.window_kind, ratio_norm=o.ratio_norm, shared_noise=o.shared_noise)
 
 # %% ../nbs/12_evaluate.ipynb #c060
+def check_prompts(
+    model, # GLMImageWrapper, or whatever has its processor and an `ar` with config and device
+    dataset, # T2IDataset
+    height, width, # of the pictures, in pixels
+): # int, positions that the longest prompt and a picture take
+    "UserError names the file and the line of a prompt for which the language model has not enough positions."
+    from glm_grpo.tokens import prepare_prompts
+    sizes = [len(ids) for ids in model.processor.tokenizer(dataset.prompts, verbose=False).input_ids]
+    i, limit = max(range(len(sizes)), key=sizes.__getitem__), model.ar.config.text_config.max_position_embeddings
+    inputs = prepare_prompts(model.processor, model.ar, [dataset.prompts[i]], height, width)
+    need = inputs.input_ids.shape[1] + inputs.num_tokens
+    if need > limit: raise UserError(f"{dataset.prompts_file}, line {i + 1}: {len(dataset.prompts[i]):,} characters are {sizes[i]:,} tokens; with the picture's they need {need:,} positions, and the model has {limit:,}. Shorten the prompt.")
+    return need
+
+# %% ../nbs/12_evaluate.ipynb #c063
 def eval_record(
     result, # of `evaluate`
 ): # dict for JSON: without pictures
@@ -326,7 +341,7 @@ def write_eval(
     "Write eval.json: {name: {reward_mean, ...}}."
     with atomic_write(path) as f: json.dump({k: eval_record(r) for k, r in results.items() if r}, f, indent=1, ensure_ascii=False)
 
-# %% ../nbs/12_evaluate.ipynb #c062
+# %% ../nbs/12_evaluate.ipynb #c065
 def evaluate_config(
     model, # GLMImageWrapper
     config, # Config
@@ -346,7 +361,7 @@ def evaluate_config(
         result = evaluate(model, [it["prompt"] for it in items], reward, seeds=seeds, metrics=others[0], sources=sources, targets=targets, metadata=[it["metadata"] for it in items], progress=progress, **options)
     return result | dict(not_measured=others[1] | result["not_measured"])
 
-# %% ../nbs/12_evaluate.ipynb #c065
+# %% ../nbs/12_evaluate.ipynb #c068
 class ImageStatistics(Callback):
     "Adds image/brightness and so on (means over the step's pictures) and image/diversity (within a prompt) to the step's line."
     def on_step_end(self, trainer, metrics, rollout):
@@ -381,7 +396,7 @@ class PeriodicEvaluation(Callback):
         if self.every and trainer.step % self.every == 0 and trainer.step < trainer.last_step: self.add(trainer.step, self.evaluate())      # after the last step it is done anyway
         if self.alarms: metrics["alarms"] = float(len(self.alarms))
 
-# %% ../nbs/12_evaluate.ipynb #c073
+# %% ../nbs/12_evaluate.ipynb #c076
 def numbers_table(
     before, after, # results of `evaluate`; after may be None
 ): # str
@@ -400,7 +415,7 @@ def _made_by(checkpoint):
     try: return json.loads((checkpoint / "trainer.json").read_text(encoding="utf-8"))["made_by"]
     except (OSError, ValueError, KeyError) as e: raise UserError(f"{checkpoint}: no whole checkpoint ({type(e).__name__}). Name a folder like outputs/run_001/checkpoints/checkpoint_step_10.") from None
 
-# %% ../nbs/12_evaluate.ipynb #c075
+# %% ../nbs/12_evaluate.ipynb #c078
 def main(
     argv=None, # words of the command line; None: those of this process
 ): # int, status
@@ -430,6 +445,7 @@ def main(
     reward = make_reward(config)
     check_reward(reward, dataset, *image_height_width(config))
     others, model = other_metrics(config, reward), load_model(config)
+    check_prompts(model, dataset, *image_height_width(config))
     out = Path(own.output_dir) if own.output_dir else (run / f"eval_{checkpoint.name}" if run else Path("outputs/eval"))
     def measure(folder, what):
         if folder: model.load_adapter(folder / "ema" if (folder / "ema").is_dir() else folder)        # where moving averages were kept, they are what training evaluated

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['tokens_of', 'count_work', 'tensor_shapes', 'model_layout', 'published_layout', 'numbers_in', 'count_trained',
-           'estimate_memory', 'estimate_seconds', 'plan']
+           'estimate_memory', 'estimate_seconds', 'longest_prompt', 'plan']
 
 # %% ../nbs/22_plan.ipynb #c006
 import json, math, re
@@ -56,16 +56,22 @@ def model_layout(
     name, # model.name: a folder, or a hub id
 ): # dict: ar, dit, vae, byt5 -> dict(config=dict, shapes=dict)
     "What a model is made of, without its weights; nothing is downloaded. UserError: no such model, files missing, or a hub id that was not downloaded yet and is not the published model."
+    folder = _local(name)
+    if folder is None: return published_layout()
+    check_model_folder(folder)
+    return {part: dict(config=json.loads((folder / where / "config.json").read_text(encoding="utf-8")), shapes=tensor_shapes(folder / where)) for part, where in _FOLDERS.items()}
+
+def _local(name):
+    "The folder of a model, or None for the published one where it was not downloaded. UserError as `model_layout`."
     folder = Path(name).expanduser()
     if not folder.exists() and re.fullmatch(r"[\w.-]+/[\w.-]+", str(name)) and not folder.parent.is_dir():
         from huggingface_hub import try_to_load_from_cache
         index = try_to_load_from_cache(str(name), "model_index.json")
         if not isinstance(index, str):
             if str(name) != "zai-org/GLM-Image": raise UserError(f"{name}: not downloaded yet, so its sizes are not known. Download it first: hf download {name}")
-            return published_layout()
+            return None
         folder = Path(index).parent
-    check_model_folder(folder)
-    return {part: dict(config=json.loads((folder / where / "config.json").read_text(encoding="utf-8")), shapes=tensor_shapes(folder / where)) for part, where in _FOLDERS.items()}
+    return folder
 
 def published_layout(): # as `model_layout`
     "zai-org/GLM-Image, from its published configuration: shapes without numbers."
@@ -104,10 +110,11 @@ def estimate_memory(
     layout, # of `model_layout`
     prompt_tokens=64, # of the longest prompt, about
     dtype=torch.float32, # of the weights
-): # dict of int, bytes: weights, adapters, gradients, adamw, drawing, activations, peak
+): # dict of int, bytes: weights, adapters, masters, gradients, adamw, drawing, activations, peak
     "Bytes by the formulas above; activations are counted from below, so keep a tenth free."
     m, o, g, t = config.model, config.rollout, config.reward.grpo, config.training
-    b, trained, (height, width) = dtype.itemsize, sum(count_trained(config, layout).values()), image_height_width(config)
+    b, each_trained, (height, width) = dtype.itemsize, count_trained(config, layout), image_height_width(config)
+    trained = sum(each_trained.values())
     each = g.pictures_per_sample if m.component == "both" else 1
     pictures, T = t.batch_size * g.num_samples * each, tokens_of(config)
     c, d, v = layout["ar"]["config"]["text_config"], layout["dit"]["config"], layout["vae"]["config"]
@@ -125,11 +132,14 @@ def estimate_memory(
     dim = d["num_attention_heads"] * d["attention_head_dim"]
     update = dict(ar=activations(micro * row, hidden, inner, layers, 5 * hidden + inner, micro * min(128, T) * c["vision_vocab_size"] * 4 * 3),
                   dit=activations(micro * (height * width // 256) * (2 if o.guidance_scale > 1 else 1), dim, 4 * dim, d["num_layers"], 5 * dim + 4 * dim, 0))
-    out = dict(weights=sum(numbers_in(part["shapes"]) for part in layout.values()) * b, adapters=4 * trained if m.lora else 0, gradients=trained * (4 if m.lora else b), adamw=2 * trained * (4 if m.lora else b),
-               drawing=max(cache + logits, decoding), activations=max(update[half] for half in ("ar", "dit") if m.component in (half, "both")))
+    asleep = {half: (numbers_in(layout[half]["shapes"]) - (0 if m.lora else each_trained.get(half, 0))) * m.offload for half in ("ar", "dit")}      # while the other one works
+    resting = asleep["dit" if m.component == "ar" else "ar"] if m.component != "both" else min(asleep.values())      # in the update, at least
+    out = dict(weights=(sum(numbers_in(part["shapes"]) for part in layout.values()) - resting) * b, adapters=4 * trained if m.lora else 0, masters=0 if m.lora or b == 4 else 4 * trained,
+               gradients=trained * (4 if m.lora else b), adamw=2 * trained * 4 if t.optimizer == "adamw" else 2 * trained + 2 * trained * 4 // 256,
+               drawing=max(cache + logits + (resting - asleep["dit"]) * b, decoding + (resting - asleep["ar"]) * b), activations=max(update[half] for half in ("ar", "dit") if m.component in (half, "both")))
     return out | dict(peak=sum(out.values()) - min(out["drawing"], out["activations"]))
 
-# %% ../nbs/22_plan.ipynb #c036
+# %% ../nbs/22_plan.ipynb #c039
 def estimate_seconds(
     config, # Config
     dataset, # T2IDataset: its first prompt is drawn
@@ -151,7 +161,21 @@ def estimate_seconds(
     seconds = drawn - start + (time.perf_counter() - drawn) * config.training.updates_per_rollout
     return seconds * config.training.batch_size * config.training.max_steps
 
-# %% ../nbs/22_plan.ipynb #c039
+# %% ../nbs/22_plan.ipynb #c042
+def longest_prompt(
+    config, # Config
+    *datasets, # T2IDataset
+): # int: tokens of the longest prompt; where the model was not downloaded yet: guessed, a third of its bytes and 32
+    "UserError names the file and the line of a prompt that is too long for the model."
+    from types import SimpleNamespace
+    folder = _local(config.model.name)
+    if folder is None: return max(len(p.encode()) for d in datasets for p in d.prompts) // 3 + 32
+    from transformers import AutoConfig, AutoProcessor
+    from glm_grpo.evaluate import check_prompts
+    parts = SimpleNamespace(processor=AutoProcessor.from_pretrained(folder / "processor", local_files_only=True), ar=SimpleNamespace(config=AutoConfig.from_pretrained(folder / "vision_language_encoder", local_files_only=True), device="cpu"))
+    return max(check_prompts(parts, d, *image_height_width(config)) for d in datasets) - tokens_of(config)
+
+# %% ../nbs/22_plan.ipynb #c046
 def plan(
     config, # Config, checked
     dataset, # training prompts
@@ -166,8 +190,7 @@ def plan(
     device = pick_device(config.model.device)
     dtype = pick_dtype(config.model.torch_dtype, device)
     work, trained = count_work(config, len(dataset), len(heldout)), count_trained(config, layout)
-    longest = max(len(p.encode()) for p in dataset.prompts) // 3 + 32
-    memory = estimate_memory(config, layout, longest, dtype)
+    memory = estimate_memory(config, layout, longest_prompt(config, dataset, heldout), dtype)
     say("model", f"{config.model.name}: {all_:,} numbers in {str(dtype)[6:]}, of which train: " + ", ".join(f"{half} {n:,}" for half, n in trained.items()) + (f" (LoRA of rank {config.model.lora_rank})" if config.model.lora else ""))
     say("work", f"{work['steps']:,} steps (one rollout each) of {config.training.batch_size} prompts, {work['epochs']:.1f} times through all; {work['pictures']:,} pictures, {work['token_decisions']:,} tokens and {work['step_decisions']:,} denoising steps to learn from, "
                 f"{work['optimizer_steps']:,} optimizer steps; {work['evaluated_pictures']:,} pictures in evaluations")

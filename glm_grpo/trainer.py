@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['uncut', 'Callback', 'endless_batches', 'differences', 'identity', 'Ranks', 'PeakMemory', 'normalised_sum',
-           'NotFinite', 'save_rollout', 'MinimalGRPOTrainer', 'ProgressBar', 'JsonlLogger', 'sample_grid', 'SampleGrid',
-           'newest_first', 'CheckpointCallback', 'TrackerLogger']
+           'make_optimizer', 'NotFinite', 'save_rollout', 'MinimalGRPOTrainer', 'ProgressBar', 'JsonlLogger',
+           'sample_grid', 'gap_picture', 'SampleGrid', 'newest_first', 'CheckpointCallback', 'TrackerLogger']
 
 # %% ../nbs/10_trainer.ipynb #c022
 import collections, contextlib, hashlib, itertools, json, math, os, shutil, signal, sys, threading, time, warnings
@@ -113,10 +113,10 @@ class Ranks:
         n, # samples that this rank has (all have as many)
         parts, # mini-batches, at most the samples of all ranks
         key, # whole number: the shuffle follows from it, and from nothing else
-    ): # list of (rows of this rank, samples of all ranks), one a mini-batch
+    ): # list of (rows of this rank, numbers of the samples of all ranks), one a mini-batch
         "Shuffle the samples of all ranks together and split them; each rank keeps its own. A rank may have none in a mini-batch."
         order = torch.randperm(n * self.world, generator=torch.Generator().manual_seed(key))
-        return [([i - self.rank * n for i in part.tolist() if i // n == self.rank], len(part)) for part in order.tensor_split(parts)]
+        return [([i - self.rank * n for i in part.tolist() if i // n == self.rank], part) for part in order.tensor_split(parts)]
 
     @torch.no_grad()
     def sum_gradients(self,
@@ -167,7 +167,20 @@ def normalised_sum(
         total += weights[name] * (centred / (std + eps)).masked_fill(equal[:, None], 0.0).flatten()
     return total / (total.std() + eps)                                  # the mean over the batch is 0 already
 
-# %% ../nbs/10_trainer.ipynb #c056
+# %% ../nbs/10_trainer.ipynb #c059
+def make_optimizer(
+    kind, # "adamw", or "adamw_8bit", "paged_adamw_8bit": of bitsandbytes
+    groups, # list of dicts: params, lr, name
+    weight_decay=0.0,
+): # torch.optim.Optimizer
+    "AdamW (arXiv 1711.05101), or its 8-bit kin (arXiv 2110.02861; tensors of fewer than 4096 numbers stay in float32). UserError: unknown, or bitsandbytes is not there."
+    if kind == "adamw": return torch.optim.AdamW(groups, weight_decay=weight_decay)
+    if kind not in ("adamw_8bit", "paged_adamw_8bit"): raise UserError(f"optimizer {kind}: take adamw, adamw_8bit or paged_adamw_8bit.")
+    try: from bitsandbytes.optim import AdamW8bit, PagedAdamW8bit
+    except ImportError: raise UserError(f"optimizer {kind}: the package bitsandbytes is not there: pip install 'glm_grpo[8bit]', or take adamw.") from None
+    return (AdamW8bit if kind == "adamw_8bit" else PagedAdamW8bit)(groups, weight_decay=weight_decay)
+
+# %% ../nbs/10_trainer.ipynb #c063
 class NotFinite(UserError):
     "Several steps in a row whose loss or gradient was not finite."
 
@@ -185,7 +198,7 @@ def save_rollout(
         lines = [dict(picture=f"{i:03d}.png", prompt=p, reward=number(rollout["rewards"], i), advantage=number(rollout["advantages"], i)) for i, p in enumerate(rollout["prompts"])]
         (part/"rollout.json").write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines), encoding="utf-8")
 
-# %% ../nbs/10_trainer.ipynb #c058
+# %% ../nbs/10_trainer.ipynb #c065
 class MinimalGRPOTrainer:
     "GRPO (arXiv 2402.03300, algorithm 1) for any model that can draw and score. State: step, model, optimizer, last_rollout."
     def __init__(self,
@@ -208,10 +221,12 @@ class MinimalGRPOTrainer:
         beta=0.0, # weight of the KL to the reference policy
         loss_type="grpo", # one of `LOSS_TYPES`
         scale="group", # what advantages are divided by, see `compute_advantages`
+        equal="keep", # groups of equal reward: "keep": they count in the mean over the samples, with nothing; "drop": the mean is over the others (DAPO, arXiv 2503.14476, leaves them out, too)
         normalise="none", # or "group": each part of a `WeightedReward` is compared by itself, see `normalised_sum`; scale is not used then
         temperature=None, # of drawing and scoring; None: the model's own
         top_p=None, # the same
         weight_decay=0.0, # AdamW's
+        optimizer="adamw", # or "adamw_8bit", "paged_adamw_8bit": see `make_optimizer`
         lr_scheduler="constant", # or "linear": down to 0 at the last step of `train`
         warmup_steps=0, # so many steps at first with a smaller rate, rising: AdamW's first steps are as large as noise can make them
         seed=0, # all draws follow from it, the step, the prompt and the sample's number
@@ -230,27 +245,30 @@ class MinimalGRPOTrainer:
         if pictures_per_sample < 2 <= len(model.policies): raise UserError(f"pictures_per_sample {pictures_per_sample}: where both policies train, pictures of the same tokens are compared. Take at least 2.")
         if normalise not in ("none", "group"): raise UserError(f"normalise {normalise}: take none or group.")
         if normalise == "group" and not all(hasattr(self._of(name, reward_function), "weights") for name in model.policies): raise UserError("normalise group compares the parts of a weighted sum. Give a WeightedReward, or take normalise none.")
+        if equal not in ("keep", "drop"): raise UserError(f"equal {equal}: take keep or drop.")
         if lr_scheduler not in ("constant", "linear"): raise UserError(f"lr_scheduler {lr_scheduler}: take constant or linear.")
         self.model, self.train_dataloader, self.reward_function, self.callbacks = model, train_dataloader, reward_function, list(callbacks)
         self.group_size, self.micro_batch_size, self.updates_per_rollout, self.mini_batches = group_size, micro_batch_size, updates_per_rollout, mini_batches
         self.max_grad_norm, self.beta, self.scale, self.seed, self.mode, self.max_bad_steps = max_grad_norm, beta, scale, seed, mode, max_bad_steps
-        self.normalise, self.lr_scheduler, self.learning_rates = normalise, lr_scheduler, {name: self._of(name, learning_rate) for name in model.policies}
+        self.equal, self.normalise, self.lr_scheduler, self.learning_rates = equal, normalise, lr_scheduler, {name: self._of(name, learning_rate) for name in model.policies}
         self.warmup_steps = warmup_steps
         self.pictures = group_size * pictures_per_sample                # of a prompt
         self.loss_options = dict(clip_range=clip_range, loss_type=loss_type, beta=beta, **(loss_options or {}))
         self.rollout_options = dict(height=height, width=width, num_inference_steps=num_inference_steps, guidance_scale=guidance_scale,
                                     temperature=temperature, top_p=top_p, **dict(dict(score_batch_size=micro_batch_size) | (dict(pictures_per_sample=pictures_per_sample) if pictures_per_sample > 1 else {}), **(rollout_options or {})))
         self.parameters = {name: [p for p in policy.parameters() if p.requires_grad] for name, policy in model.policies.items()}
-        self.optimizer = torch.optim.AdamW([dict(params=p, lr=self.learning_rates[name], name=name) for name, p in self.parameters.items()], weight_decay=weight_decay)
+        self.masters = None if all(p.dtype == torch.float32 for p in self.trained) else [torch.nn.Parameter(p.detach().float()) for p in self.trained]
+        steps_on = dict(zip(self.trained, self.masters or self.trained))
+        self.optimizer = make_optimizer(optimizer, [dict(params=[steps_on[x] for x in p], lr=self.learning_rates[name], name=name) for name, p in self.parameters.items()], weight_decay)
         self.device = self.optimizer.param_groups[0]["params"][0].device
         self.ema, self.ranks = None, ranks or Ranks()
         if ema_decay is not None:
             from diffusers.training_utils import EMAModel
             if not 0 < ema_decay < 1: raise UserError(f"ema_decay {ema_decay}: take a number between 0 and 1, such as 0.99.")
-            self.ema = EMAModel(self.trained, decay=float(ema_decay))                    # its decay is min(ema_decay, (1 + n) / (10 + n)) at the n-th step: young averages forget faster
+            self.ema = EMAModel(self.masters or self.trained, decay=float(ema_decay))                    # its decay is min(ema_decay, (1 + n) / (10 + n)) at the n-th step: young averages forget faster
         self.options = dict(group_size=group_size, pictures_per_sample=pictures_per_sample, micro_batch_size=micro_batch_size, updates_per_rollout=updates_per_rollout, mini_batches=mini_batches, max_grad_norm=max_grad_norm,
-                            scale=scale, normalise=normalise, weight_decay=weight_decay, lr_scheduler=lr_scheduler, warmup_steps=warmup_steps, ema_decay=ema_decay, seed=seed, learning_rate=self.learning_rates, loss=self.loss_options, rollout=self.rollout_options)
-        self.step, self.last_step, self.bad_steps, self.stop, self.last_rollout = 0, 0, 0, False, None
+                            scale=scale, equal=equal, normalise=normalise, weight_decay=weight_decay, optimizer=optimizer, lr_scheduler=lr_scheduler, warmup_steps=warmup_steps, ema_decay=ema_decay, seed=seed, learning_rate=self.learning_rates, loss=self.loss_options, rollout=self.rollout_options)
+        self.step, self.last_step, self.bad_steps, self.stop, self.last_rollout, self.gaps = 0, 0, 0, False, None, {}
         self.whole = True                                               # False while some, but not all, optimizer steps on a drawing are done
 
     @property
@@ -310,8 +328,9 @@ class MinimalGRPOTrainer:
             own = rewards[f].view(-1, each).mean(1)                                    # a sample's reward is the mean of its pictures'
             if self.normalise == "group": advantages = normalised_sum({n: r.view(-1, each).nanmean(1) for n, r in last[f].items()}, f.weights, group)
             else: advantages = compute_advantages(own, group, self.scale)
-            whole[name] = dict(rewards=own, advantages=advantages, group_size=group)
-            samples[name] = slice_rollout(rollout, rows) | dict(rewards=own_rows(own), advantages=own_rows(advantages), group_size=group)
+            counted = advantages.view(-1, group).any(1).repeat_interleave(group) | (self.equal == "keep")
+            whole[name] = dict(rewards=own, advantages=advantages, counted=counted, group_size=group)
+            samples[name] = slice_rollout(rollout, rows) | dict(rewards=own_rows(own), advantages=own_rows(advantages), counted=own_rows(counted), group_size=group)
             for n in last[f]: parts |= {f"{whose}reward/{n}": last[f][n], f"{whose}reward/{n}_weighted": weighted[f][n]}
         whole["rewards"] = sum(rewards.values())
         rollout.update(source_images=given["sources"], rewards=own_rows(whole["rewards"]), advantages=samples[name]["advantages"], samples=samples, parts=parts, whole=whole)
@@ -320,26 +339,32 @@ class MinimalGRPOTrainer:
         return rollout
 
     def update(self, samples, sizes=None):
-        "One optimizer step on a rollout's samples, {policy name: rows} (or mini-batches of them, with their sizes on all ranks together) -> metrics. Gradients of micro-batches, and of ranks, add up to the whole's."
-        self.optimizer.zero_grad(set_to_none=True)
-        out = {}
+        "One optimizer step on a rollout's samples, {policy name: rows} (or mini-batches of them), of which so many count on all ranks together -> metrics. Gradients of micro-batches, and of ranks, add up to the whole's."
+        for p in self.trained: p.grad = None
+        out, self.gaps = {}, {}
         for name, policy in self.model.policies.items():
             rollout, options, parts, scored, gaps = samples[name], {k: self._of(name, v) for k, v in self.loss_options.items()}, [], [], []
+            old, counted, beta = policy.old(rollout), rollout["counted"], self.beta
+            of_all = max(1, sizes[name] if sizes else int(counted.sum()) * self.ranks.world)
+            if counted.any() and not counted.all(): rollout = slice_rollout(rollout, counted.nonzero().flatten().tolist())
+            elif not counted.any(): beta = options["beta"] = 0.0               # all are left out, also from the KL
             n, advantages = len(rollout["prompts"]), rollout["advantages"]
-            old, of_all = policy.old(rollout), sizes[name] if sizes else n * self.ranks.world
             decisions, size = math.prod(old.shape[1:]), self.micro_batch_size or max(n, 1)
             rows = [slice(start, start + size) for start in range(0, n, size)]
-            if not self.beta: rows = [r for r in rows if advantages[r].any()] or rows[:1]       # where all advantages are 0 there is nothing to learn: not scored again
+            if not beta: rows = [r for r in rows if advantages[r].any()] or rows[:1]       # where all advantages are 0 there is nothing to learn: not scored again
             rollout = dict(rollout, advantages=advantages.to(self.device))
             whole = options.get("importance_sampling_level") == "sequence" or options.get("max_length")      # then a sample's decisions belong together
             for part in (slice_rollout(rollout, r) for r in rows):
+                apart = []
                 for piece in [part] if whole else policy.pieces(part):
-                    new, distance = policy.score_against(piece, self.model.reference) if self.beta else (policy.score(piece), {})
+                    new, distance = policy.score_against(piece, self.model.reference) if beta else (policy.score(piece), {})
                     share = decisions / new[0].numel()                           # pieces of a sample count as samples of their own, so that all sums to the mean over the whole
                     loss, metrics = compute_grpo_loss(new, policy.old(piece), piece["advantages"], num_samples=of_all*share, num_decisions=of_all*decisions, as_tensors=True, **distance, **options)
                     loss.backward()
-                    parts.append(metrics); scored.append(new.numel()); gaps.append((new.detach() - policy.old(piece)).abs().max())
-            if parts: out[name] = combine_metrics(parts, scored) | dict(old_new_gap=torch.stack(gaps).max(), entropy=-old.float().mean())
+                    parts.append(metrics); scored.append(new.numel()); apart.append((new.detach() - policy.old(piece)).abs().view(len(new), -1))
+                gaps.append(torch.cat(apart, 1))
+            if parts: out[name] = combine_metrics(parts, scored) | dict(old_new_gap=torch.cat(gaps).max(), entropy=-old.float().mean())
+            if parts: self.gaps[name] = torch.cat(gaps).mean(0)
             else: out[name] = dict(loss=torch.zeros((), device=self.device))                         # a mini-batch without a sample of this rank
             self.ranks.sum_gradients(self.parameters[name], out[name]["loss"])
             out[name] |= dict(grad_norm=torch.nn.utils.clip_grad_norm_(self.parameters[name], self.max_grad_norm))
@@ -347,11 +372,22 @@ class MinimalGRPOTrainer:
         finite = all(math.isfinite(m[k]) for m in out.values() for k in ("loss", "grad_norm"))
         if finite and any(m["grad_norm"] > 0 for m in out.values()):                            # no gradient, no step: AdamW's memory would still move the weights
             self.whole = False
-            self.optimizer.step()
-            if self.ema: self.ema.step(self.trained)
+            self.step_optimizer()
+            if self.ema: self.ema.step(self.masters or self.trained)
         self.bad_steps = 0 if finite else self.bad_steps + 1
-        self.optimizer.zero_grad(set_to_none=True)
+        for p in self.trained: p.grad = None
         return {name: m | dict(skipped=float(not finite), samples=len(samples[name]["prompts"])) for name, m in out.items()}
+
+    @torch.no_grad()
+    def step_optimizer(self):
+        "Move the weights. Where they are not float32, their float32 copies move, one at a time so that only one gradient is there twice, and the weights are these, rounded."
+        if self.masters is None: return self.optimizer.step()
+        for p, master in zip(self.trained, self.masters):
+            if p.grad is None: continue
+            master.grad = p.grad.float()
+            self.optimizer.step()                                       # it leaves out what has no gradient
+            master.grad = None
+            p.copy_(master)
 
     def learn(self, rollout):
         "All optimizer steps on one rollout -> the step's metrics (the mean over the optimizer steps). Raises UserError after `max_bad_steps` steps without finite numbers."
@@ -362,9 +398,10 @@ class MinimalGRPOTrainer:
         for i in range(self.updates_per_rollout):
             key = int.from_bytes(hashlib.sha256(f"{self.seed}|{self.step}|{i}|mini-batches".encode()).digest()[:7], "big")
             few = min(self.mini_batches, *(len(s["prompts"]) * self.ranks.world for s in samples.values()))
-            dealt = {name: self.ranks.deal(len(s["prompts"]), few, key) for name, s in samples.items()} if self.mini_batches > 1 else {}
-            if not dealt: lines.append(self.update(samples))
-            for part in zip(*dealt.values()): lines.append(self.update({name: slice_rollout(samples[name], rows) for name, (rows, _) in zip(dealt, part)}, {name: n for name, (_, n) in zip(dealt, part)}))
+            dealt = {name: self.ranks.deal(len(s["prompts"]), few, key) if self.mini_batches > 1 else [(slice(None), slice(None))] for name, s in samples.items()}
+            for part in zip(*dealt.values()):
+                lines.append(self.update({name: slice_rollout(samples[name], rows) for name, (rows, _) in zip(dealt, part)}, {name: int(whole[name]["counted"][of_all].sum()) for name, (_, of_all) in zip(dealt, part)}))
+                rollout.setdefault("gaps", []).append(dict(self.gaps))
         told = self.ranks.gather((lines, rollout.get("diagnostics", {}), [rollout.get("memory", 0.0), peak.gigabytes()]))
         lines = [line for of_rank, _, _ in told for line in of_rank]
         self.step, self.whole = self.step + 1, True
@@ -425,6 +462,9 @@ class MinimalGRPOTrainer:
             with atomic_dir(path) as folder:
                 self.model.save_pretrained(folder)
                 with open(folder/"optimizer.pt", "wb") as f: torch.save(self.optimizer.state_dict(), f)
+                if self.masters:
+                    from safetensors.torch import save_file
+                    save_file({f"{i:05d}": p.detach() for i, p in enumerate(self.masters)}, folder/"masters.safetensors")
                 if self.ema:
                     (folder/"ema").mkdir()
                     with self.averaged(): self.model.save_pretrained(folder/"ema")
@@ -443,23 +483,28 @@ class MinimalGRPOTrainer:
         path = Path(path)
         try:
             note, memory = json.loads((path/"trainer.json").read_text()), torch.load(path/"optimizer.pt", map_location="cpu", weights_only=True)
+            if self.masters:
+                from safetensors.torch import load_file
+                masters = list(dict(sorted(load_file(path/"masters.safetensors").items())).values())
             average = torch.load(path/"ema.pt", map_location="cpu", weights_only=True) if self.ema and (path/"ema.pt").is_file() else None
         except Exception as e: raise UserError(f"{path}: no whole checkpoint ({type(e).__name__}: {e}). Name a folder like checkpoints/checkpoint_step_10.") from None
         if wrong := differences(note["made_by"], dict(identity(self.model), mode=self.mode)): raise UserError(f"{path} was made with another model. {'; '.join(wrong)}. Start with the same options, or without --resume.")
         if other := differences(note["options"], json.loads(json.dumps(self.options, default=str))): warnings.warn(f"{path}: {'; '.join(other)}. This run's values count.")
+        if (was := note["options"].get("optimizer", "adamw")) != self.options["optimizer"]: raise UserError(f"{path}: its optimizer is {was}, here it is {self.options['optimizer']}. Take the same.")
         if note["data"] is not None and hasattr(self.train_dataloader, "load_state_dict"): self.train_dataloader.load_state_dict(note["data"])
         self.model.load_adapter(path)
+        for p, saved in zip(self.masters or (), masters if self.masters else (), strict=True): p.data.copy_(saved)
         settings = [{k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups]
         self.optimizer.load_state_dict(memory)
         for g, own in zip(self.optimizer.param_groups, settings): g.update(own)
         if self.ema:
             if average is None: warnings.warn(f"{path}: no moving averages in it. They begin with its weights.")
-            self.ema.load_state_dict(average or dict(shadow_params=[p.detach().clone() for p in self.trained], optimization_step=0))
+            self.ema.load_state_dict(average or dict(shadow_params=[p.detach().clone() for p in self.masters or self.trained], optimization_step=0))
             self.ema.decay = self.options["ema_decay"]
             self.ema.to(self.device)
         self.step, self.bad_steps = note["step"], note["bad_steps"]
 
-# %% ../nbs/10_trainer.ipynb #c117
+# %% ../nbs/10_trainer.ipynb #c132
 class ProgressBar(Callback):
     "A line that shows step, reward, ratio, KL and, where an evaluation warned, how often."
     def __init__(self,
@@ -474,7 +519,7 @@ class ProgressBar(Callback):
         self.bar.update(1)
     def on_train_end(self, trainer): self.bar.close()
 
-# %% ../nbs/10_trainer.ipynb #c120
+# %% ../nbs/10_trainer.ipynb #c135
 class JsonlLogger(Callback):
     "Appends each step's metrics to a file, at once. At the start the lines after the trainer's step are taken out. What is not finite is written as null."
     def __init__(self,
@@ -493,7 +538,7 @@ class JsonlLogger(Callback):
         self.file.flush()
     def on_train_end(self, trainer): self.file.close()
 
-# %% ../nbs/10_trainer.ipynb #c123
+# %% ../nbs/10_trainer.ipynb #c138
 def sample_grid(
     rollout, # dict with prompts (list of N), image_tensors [N, 3, H, W] in [0, 1], rewards [N]; perhaps source_images (N lists of PIL pictures): the first is shown on the left
     group_size, # G
@@ -521,9 +566,29 @@ def sample_grid(
             draw.text((4 + (j + first)*(w + 4), y + line + h), f"{row[k]:.3f}", fill="gray", font=font)
     return sheet
 
-# %% ../nbs/10_trainer.ipynb #c126
+# %% ../nbs/10_trainer.ipynb #c143
+def gap_picture(
+    rollout, # dict with gaps: a trainer's `last_rollout`
+    policies, # dict: name -> Policy
+): # matplotlib Figure, or None where no decision has moved
+    "|new - old| of each decision (mean over the samples), before the first optimizer step on the drawing and before the last one, laid out as its policy says."
+    from matplotlib.figure import Figure
+    first, *_, last = [rollout["gaps"][0], *rollout["gaps"]]
+    if not any(v.any() for step in (first, last) for v in step.values()): return None
+    when = {"before the first optimizer step": first} | ({"before the last one": last} if last is not first else {})
+    panels = [(f"{name}: {title}\n{moment}", x.float().cpu()) for moment, step in when.items() for name, v in step.items() for title, x in policies[name].lay_out(rollout, v)]
+    figure = Figure(figsize=(3.4 * (len(panels) // len(when)), 2.4 * len(when)), layout="constrained")
+    for i, (title, x) in enumerate(panels):
+        columns = len(panels) // len(when)
+        ax = figure.add_subplot(len(when), columns, i + 1)
+        figure.colorbar(ax.imshow(x, vmin=0, vmax=max(1e-12, *(x.max().item() for _, x in panels[i % columns::columns]))), ax=ax, shrink=0.7)      # one scale for both moments
+        ax.set_title(title, fontsize=8); ax.set_xticks([]); ax.set_yticks([])
+    figure.supxlabel("|new - old| of a decision's log-probability, mean over the samples", fontsize=8)
+    return figure
+
+# %% ../nbs/10_trainer.ipynb #c146
 class SampleGrid(Callback):
-    "Writes `sample_grid` of every so many steps to folder/step_000010.png."
+    "Writes `sample_grid` of every so many steps to folder/step_000010.png and, where new and old log-probabilities differ, `gap_picture` to gaps_000010.png."
     def __init__(self,
         folder, # of the pictures
         every=10, # steps; 0: never
@@ -532,8 +597,10 @@ class SampleGrid(Callback):
     def on_step_end(self, trainer, metrics, rollout):
         if self.every and (trainer.step % self.every == 0 or trainer.step == 1):
             with atomic_write(self.folder/f"step_{trainer.step:06d}.png", "wb") as f: sample_grid(rollout, trainer.pictures, self.groups).save(f, format="PNG")
+            if figure := gap_picture(rollout, trainer.model.policies):
+                with atomic_write(self.folder/f"gaps_{trainer.step:06d}.png", "wb") as f: figure.savefig(f, format="png", dpi=110)
 
-# %% ../nbs/10_trainer.ipynb #c129
+# %% ../nbs/10_trainer.ipynb #c150
 def newest_first(
     folder, # checkpoints
     pattern="checkpoint_*", # of the names
@@ -579,7 +646,15 @@ def _link(source, target):
     try: os.link(source, target)
     except OSError: shutil.copy2(source, target)
 
-# %% ../nbs/10_trainer.ipynb #c146
+# %% ../nbs/10_trainer.ipynb #c167
+def _drawn(figure):
+    "A matplotlib Figure as a PIL picture."
+    import io
+    from PIL import Image
+    data = io.BytesIO()
+    figure.savefig(data, format="png", dpi=110)
+    return Image.open(data).convert("RGB")
+
 class TrackerLogger(Callback):
     "Metrics as train/loss, train/reward_mean... and groups of pictures sorted by reward, through accelerate's trackers; TensorBoard's files go to output_dir/logs."
     def __init__(self,
@@ -603,7 +678,10 @@ class TrackerLogger(Callback):
             self.trackers += accelerator.trackers
     def on_step_end(self, trainer, metrics, rollout):
         numbers = {f"train/{k}": v for k, v in metrics.items() if k != "step" and math.isfinite(v)}
-        pictures = self.image_every and (trainer.step % self.image_every == 0 or trainer.step == 1) and {"train/samples": [sample_grid(rollout, trainer.pictures)]}
+        pictures = {}
+        if self.image_every and (trainer.step % self.image_every == 0 or trainer.step == 1):
+            pictures = {"train/samples": [sample_grid(rollout, trainer.pictures)]}
+            if figure := gap_picture(rollout, trainer.model.policies): pictures["train/gaps"] = [_drawn(figure)]
         for t in self.trackers:
             if trainer.step % self.every == 0: t.log(numbers, step=trainer.step)
             if not pictures or not hasattr(t, "log_images"): continue
