@@ -52,6 +52,7 @@ class TrainingConfig:
     optimizer: Literal["adamw", "adamw_8bit", "paged_adamw_8bit"] = _opt("adamw", "adamw; adamw_8bit: its memory in 8 bits (arXiv 2110.02861), a quarter to a half of it, for training all weights; paged: on the processor's side where the GPU is full; the 8-bit ones need the package bitsandbytes")
     max_grad_norm: float = _opt(1.0, "longer gradients are shortened to this length")
     ema_decay: float | None = _opt(None, "a moving average of the trained weights with this decay, 0.9 to 0.9999, is what evaluations see and what lies in the folder ema of checkpoints; training goes on with the weights themselves; null: none")
+    shard: bool = _opt(False, "true, for several processes and model.lora false: weights that learn, gradients and AdamW's memory are spread over them (FSDP2) instead of a copy in each")
     micro_batch_size: int | None = _opt(8, "pictures scored at a time: less memory, the same gradient; a size that divides reward.grpo.num_samples leaves out groups of equal reward; null: all at once")
     updates_per_rollout: int = _opt(1, "passes over the same pictures; the clipping matters from the second optimizer step on")
     mini_batches: int = _opt(1, "optimizer steps in a pass, each on its share of the pictures")
@@ -435,6 +436,9 @@ def check_config(
     if o.top_p is not None and o.top_p > 1: raise UserError(f"rollout.top_p {o.top_p}: a probability, so at most 1 (1 draws from all tokens).")
     if t.ema_decay is not None and not 0 < t.ema_decay < 1: raise UserError(f"training.ema_decay {t.ema_decay}: take a number between 0 and 1, such as 0.99, or null.")
     if config.training.optimizer != "adamw" and not importlib.util.find_spec("bitsandbytes"): raise UserError(f"training.optimizer {config.training.optimizer}: the package bitsandbytes is not installed. pip install 'glm_grpo[8bit]', or take adamw.")
+    if t.shard and m.lora: raise UserError("training.shard true spreads all weights, and with model.lora true only a small adapter learns. Set model.lora false, or training.shard false.")
+    if t.shard and t.ema_decay is not None: raise UserError(f"training.ema_decay {t.ema_decay}: no moving averages of weights that are spread over processes. Set it to null, or training.shard false.")
+    if t.shard and t.optimizer != "adamw": raise UserError(f"training.optimizer {t.optimizer}: bitsandbytes knows no weights that are spread over processes. Take adamw, or training.shard false.")
     for name in trackers(config):
         if name not in TRACKERS: raise UserError(f"training.trackers {name}: no such tracker. There are {', '.join(TRACKERS)}.")
         if not importlib.util.find_spec(name): raise UserError(f"training.trackers {name}: its package is not installed. pip install {name}, or take tensorboard.")

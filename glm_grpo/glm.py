@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['check_model_folder', 'pick_device', 'pick_dtype', 'load_pipeline', 'LoraOptions', 'add_lora', 'slice_rollout',
-           'request_names', 'Policy', 'ARPolicy', 'DiTPolicy', 'GLMImageWrapper']
+           'cut_like', 'request_names', 'Policy', 'ARPolicy', 'DiTPolicy', 'GLMImageWrapper']
 
 # %% ../nbs/08_glm.ipynb #c003
 import collections, contextlib, dataclasses, hashlib, json, math, re, warnings
@@ -166,6 +166,16 @@ def slice_rollout(
     return {k: v if k in _SHARED else cut(v) for k, v in rollout.items()}
 
 # %% ../nbs/08_glm.ipynb #c038
+def cut_like(
+    x, # tensor
+    like, # tensor of the same shape, perhaps cut into a slice a rank (a DTensor)
+): # x, cut as that one is; every rank has all of x, so nothing is sent
+    "What is read from a file, for a model whose weights are spread over ranks."
+    if not hasattr(like, "placements"): return x
+    from torch.distributed.tensor import distribute_tensor
+    return distribute_tensor(x.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
+
+# %% ../nbs/08_glm.ipynb #c041
 def request_names(
     prompts, # list of N texts
     images=None, # list of N lists of PIL pictures, for image to image
@@ -174,7 +184,7 @@ def request_names(
     digest = lambda row: hashlib.sha256(b"".join(str(p.size).encode() + p.convert("RGB").tobytes() for p in row)).hexdigest()[:16]
     return [f"{p}|{digest(row)}" for p, row in zip(prompts, images)] if images else list(prompts)
 
-# %% ../nbs/08_glm.ipynb #c041
+# %% ../nbs/08_glm.ipynb #c044
 class Policy:
     "What a trainer asks of a policy: how to score a rollout's decisions again, and which rows are its samples."
     name = None
@@ -236,7 +246,7 @@ class DiTPolicy(Policy):
         noise = [(part["latents_after"][:, j] - part["latents_means"][:, j]) / std for j, std in enumerate(self._stds(part))]
         return part["latents_logprobs"] + torch.stack([ratio_norm(e, means[:, j], part["latents_means"][:, j]) for j, e in enumerate(noise)], 1)      # new minus old is the normalised log-ratio
 
-# %% ../nbs/08_glm.ipynb #c042
+# %% ../nbs/08_glm.ipynb #c045
 class GLMImageWrapper:
     "A GLM-Image whose token policy, denoising policy or both train: draws, decodes what it drew, and scores it again."
     def __init__(self,
@@ -453,8 +463,29 @@ class GLMImageWrapper:
         "Log-probability (mean over the latents) of each denoising decision under the model as it is now. UserError as `score_denoising`."
         return self.score_denoising(rollout)[0]
 
+    def shard(self,
+        mesh, # torch's DeviceMesh of one dimension: the ranks
+    ): # dict: FSDPModule -> whether its weights come and go again in each pass (True), or stay on each rank while it learns
+        "Cut the weights that train into a slice a rank (FSDP2). Gradients are summed over the ranks, in float32, and cut, too. UserError with LoRA."
+        from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+        if self.lora: raise UserError("an adapter is too small to be spread over processes: set model.lora false, or training.shard false.")
+        how, parts = dict(mesh=mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32)), []
+        warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")       # nothing is added to one in place
+        if "ar" in self.halves:
+            lm = self.ar.model.language_model
+            parts += [(layer, True) for layer in lm.layers] + [(lm, False), (self.ar.lm_head, False)]       # of lm itself: only its norm, for the embedding does not train
+        # rows whose texts differ in length go through the DiT in several calls, which may be more on one rank than on another: so nothing may be fetched in a call.
+        # Its own class stays what it is, for its name goes into config.json: what is in it is cut instead
+        if "dit" in self.halves: parts += [(part, False) for name, child in self.dit.named_children() for part in (child if name == "transformer_blocks" else [child]) if any(True for _ in part.parameters())]
+        for part, _ in parts:
+            fully_shard(part, ignored_params={p for p in part.parameters() if not p.requires_grad}, **how)
+            part.set_gradient_divide_factor(1.0)                            # summed, not averaged,
+            part.set_force_sum_reduction_for_comms(True)                    # by the one operation that gloo has, too
+        return dict(parts)
+
     def save_pretrained(self,
         folder, # replaced as a whole, or not at all
+        weights=None, # dict: half -> state dict to save instead of the model's own: of a model whose weights are cut
     ):
         "LoRA: peft's own files, adapter_config.json and adapter_model.safetensors. Full weights: the files of transformers or diffusers. Where both policies train, in subfolders ar and dit."
         with atomic_dir(folder) as part, _quiet():
@@ -462,7 +493,11 @@ class GLMImageWrapper:
                 where = part / half if len(self.halves) > 1 else part
                 self.wake(half)
                 if half in self.adapters: self.adapters[half].save_pretrained(where, save_embedding_layers=False)
-                else: model.save_pretrained(where)
+                elif weights is None: model.save_pretrained(where)
+                else:
+                    model.state_dict = lambda *_, **__: weights[half]                # diffusers takes no other weights than what this says
+                    try: model.save_pretrained(where)
+                    finally: del model.state_dict
 
     @torch.no_grad()
     def load_adapter(self,
@@ -477,7 +512,11 @@ class GLMImageWrapper:
         if not Path(where, "config.json").is_file(): raise UserError(f"{where}: no saved weights, config.json is missing." + (" It holds an adapter: set model.lora to true." if Path(where, "adapter_config.json").is_file() else " Give a folder written with model.lora false."))
         model = self.halves[half]
         with _quiet(): state = type(model).from_pretrained(where, local_files_only=True, **{"dtype" if half == "ar" else "torch_dtype": self.dtype}).state_dict()
-        return lambda: (self.wake(half), model.load_state_dict(state))
+        def load():
+            self.wake(half)
+            own = model.state_dict()
+            model.load_state_dict({k: cut_like(v, own.get(k)) for k, v in state.items()})
+        return load
 
     def _read_adapter(self, half, where):
         from peft import get_peft_model_state_dict, set_peft_model_state_dict

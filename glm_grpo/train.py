@@ -94,10 +94,11 @@ def make_trainer(
     callbacks = [ImageStatistics(), *watch, JsonlLogger(out / "metrics.jsonl"), TrackerLogger(out, t.log_interval, t.sample_interval, trackers(config)), SampleGrid(out / "samples", every=t.sample_interval),
                  CheckpointCallback(out / "checkpoints", t.save_interval, t.keep_checkpoints, best), ProgressBar()]
     ranks = ranks or Ranks()
+    own = callbacks if ranks.first else [c for c in callbacks if isinstance(c, CheckpointCallback) and ranks.shards]      # what is spread is saved together
     return MinimalGRPOTrainer(model, make_dataloader(dataset, t.batch_size, t.seed, ranks.rank, ranks.world), reward, g.num_samples, dict(ar=g.clip_range, dit=g.dit_clip_range), dict(ar=t.learning_rate, dit=t.dit_learning_rate or t.learning_rate), **options,
         pictures_per_sample=g.pictures_per_sample if config.model.component == "both" else 1, micro_batch_size=t.micro_batch_size, updates_per_rollout=t.updates_per_rollout, mini_batches=t.mini_batches,
         max_grad_norm=t.max_grad_norm, beta=g.beta, loss_type=g.loss_type, scale=g.scale, equal=g.equal, normalise=config.reward.normalise, weight_decay=t.weight_decay, optimizer=t.optimizer, lr_scheduler=t.lr_scheduler, warmup_steps=t.warmup_steps, ema_decay=t.ema_decay, seed=t.seed, mode=t.mode,
-        loss_options=dict(clip_range_high=g.clip_range_high, importance_sampling_level=g.importance_sampling_level, kl_estimator=g.kl_estimator, bias_correction_kl=g.bias_correction_kl), rollout_options=dict(rollout, score_batch_size=t.micro_batch_size), ranks=ranks, callbacks=callbacks if ranks.first else ())
+        loss_options=dict(clip_range_high=g.clip_range_high, importance_sampling_level=g.importance_sampling_level, kl_estimator=g.kl_estimator, bias_correction_kl=g.bias_correction_kl), rollout_options=dict(rollout, score_batch_size=t.micro_batch_size), ranks=ranks, callbacks=own)
 
 def read_metrics(
     path, # metrics.jsonl
@@ -124,9 +125,11 @@ def _remedy(error, out, trainer):
 
 def _rescue(trainer, out):
     "Save what was trained, or name the newest checkpoint there is -> a sentence. The error that ended the training may keep this from being written, too."
-    if not trainer.ranks.first: return ""
+    if not (trainer.ranks.first or trainer.ranks.shards): return ""
     path = Path(out) / "checkpoints" / "checkpoint_interrupt"
-    try: trainer.save_checkpoint(path); said = f" {trainer.step} steps are saved"
+    try:
+        if trainer.ranks.shards and not trainer.ranks.told: raise UserError("weights that are spread over processes cannot be saved by one alone.")
+        trainer.save_checkpoint(path); said = f" {trainer.step} steps are saved"
     except UserError as e:
         there = newest_first(path.parent)
         if not there: return f" Nothing is saved: {e}"
@@ -189,6 +192,7 @@ def _train(config, ranks, step):
             with trainer.averaged(): return evaluate_config(model, config, heldout, reward, name, others)
         watch = PeriodicEvaluation(out / "eval_history.jsonl", lambda: measure(None), config.training.eval_interval,
                                    [name for name, w in part_weights(reward).items() if w], lambda text: tqdm.write(f"{'WARNING':>10}  {text}"))
+        if config.training.shard: ranks.shard(model)
         trainer = make_trainer(config, model, dataset, reward, out, [watch], ranks)
         if not config.resume and ranks.first: write_config(config, out)
         say("run", str(out))
@@ -208,12 +212,14 @@ def _train(config, ranks, step):
             interrupts.trainer = trainer
             trainer.train(config.training.max_steps - trainer.step)
             interrupts.trainer = None
-            if trainer.step < config.training.max_steps: raise KeyboardInterrupt                # stopped after a step
+            if trainer.step < config.training.max_steps:                                        # stopped after a step
+                if ranks.shards: trainer.save_checkpoint(interrupted)                           # by all: they stop together
+                raise KeyboardInterrupt
             if config.training.eval_samples and ranks.first:
                 after = measure("     after")
                 say("after", _mean(after, reward))
                 watch.add(trainer.step, after)
-                next(c for c in trainer.callbacks if isinstance(c, CheckpointCallback)).save_best(trainer)
+            if config.training.eval_samples and trainer.callbacks: next(c for c in trainer.callbacks if isinstance(c, CheckpointCallback)).save_best(trainer)
         except KeyboardInterrupt:
             if interrupts.trainer is not None: raise                                            # the second Ctrl+C, in the middle of a step
             if not ranks.first: return interrupts.status
@@ -221,8 +227,9 @@ def _train(config, ranks, step):
             if trainer.step == config.training.max_steps:
                 say("stopped", f"training was done; evaluate it with: python -m glm_grpo.evaluate --checkpoint {out / 'checkpoints' / 'checkpoint_final'}")
             elif trainer.step < step: say("stopped", f"before anything was trained; go on with: python -m glm_grpo.train --resume {config.resume}")
+            elif ranks.shards and not interrupted.exists(): say("stopped", "before anything was trained")
             else:
-                trainer.save_checkpoint(interrupted)
+                if not ranks.shards: trainer.save_checkpoint(interrupted)
                 say("stopped", f"after step {trainer.step}, saved; {again}")
             return interrupts.status
         except Exception as e:

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from .advantages import compute_advantages, equal_groups
 from .data import UserError, atomic_dir, atomic_write, tensor_to_pil
-from .glm import request_names, slice_rollout
+from .glm import cut_like, request_names, slice_rollout
 from .loss import combine_metrics, compute_grpo_loss
 from .rewards import draw_and_judge
 
@@ -75,6 +75,7 @@ class Ranks:
     ):
         self.rank, self.world = (state.process_index, state.num_processes) if state else (0, 1)
         self.first, self.device = self.rank == 0, str(state.device) if state and state.num_processes > 1 else None
+        self.shards, self.told = {}, False                              # what `shard` has cut; whether all know of an error
 
     @classmethod
     def start(cls,
@@ -104,6 +105,7 @@ class Ranks:
         try: answer, error = work(), None
         except Exception as e: answer, error = None, e
         told = self.gather((answer, error and f"{type(error).__name__}: {error}"))
+        self.told = any(reason for _, reason in told)
         if error: raise error
         for rank, (_, reason) in enumerate(told):
             if reason: raise UserError(f"rank {rank} failed, so all stop. {reason}")
@@ -126,10 +128,42 @@ class Ranks:
         "Replace gradients and loss by their sums over all ranks, in one message."
         if self.world == 1: return
         from accelerate.utils import reduce
+        if self.shards: parameters = []                                 # theirs were summed in the backward pass
         for p in parameters:
             if p.grad is None: p.grad = torch.zeros_like(p)
         all_ = [*(p.grad for p in parameters), loss]
         for x, total in zip(all_, reduce(torch.cat([x.flatten().float() for x in all_]), "sum").split([x.numel() for x in all_])): x.copy_(total.view_as(x))
+
+    def shard(self,
+        model, # `GLMImageWrapper` with full weights, the same on all ranks
+    ):
+        "Spread the weights that train, their gradients and (of an optimizer made afterwards) AdamW's memory over the ranks. One process alone keeps all. UserError with LoRA."
+        if self.world == 1: return
+        from torch.distributed.device_mesh import init_device_mesh
+        self.shards = model.shard(init_device_mesh(torch.device(self.device).type, (self.world,)))
+
+    def join(self,
+        learning=False, # True: for backward passes; layers that can come one by one stay cut
+    ):
+        "Put cut weights together on each rank, so that one may draw, and one rank alone may evaluate: until `cut` no pass fetches anything. All ranks call it."
+        for part, one_by_one in self.shards.items():
+            comes = learning and one_by_one
+            part.set_reshard_after_forward(comes, recurse=False); part.set_reshard_after_backward(comes, recurse=False)
+            part.reshard() if comes else part.unshard()
+
+    def cut(self):
+        "Each rank keeps its slice only; what was put together is no longer true after an optimizer step."
+        for part in self.shards: part.reshard()
+
+    def collect(self,
+        state, # state dict of a model or an optimizer, or what is in it
+    ): # on the first rank the same with whole tensors, on the CPU; elsewhere without the cut ones. All ranks call it
+        "For a checkpoint, which is the same for any number of ranks."
+        if isinstance(state, dict): return {k: self.collect(v) for k, v in state.items()}
+        if isinstance(state, list): return [self.collect(v) for v in state]
+        if not hasattr(state, "full_tensor"): return state
+        state = state.full_tensor()
+        return state.cpu() if self.first else None
 
     def stop(self):
         "Leave the others in peace."
@@ -262,6 +296,8 @@ class MinimalGRPOTrainer:
         self.optimizer = make_optimizer(optimizer, [dict(params=[steps_on[x] for x in p], lr=self.learning_rates[name], name=name) for name, p in self.parameters.items()], weight_decay)
         self.device = self.optimizer.param_groups[0]["params"][0].device
         self.ema, self.ranks = None, ranks or Ranks()
+        if self.ranks.shards and ema_decay is not None: raise UserError(f"ema_decay {ema_decay}: no moving averages of weights that are spread over processes. Set training.ema_decay null, or training.shard false.")
+        self.ranks.join()
         if ema_decay is not None:
             from diffusers.training_utils import EMAModel
             if not 0 < ema_decay < 1: raise UserError(f"ema_decay {ema_decay}: take a number between 0 and 1, such as 0.99.")
@@ -341,9 +377,10 @@ class MinimalGRPOTrainer:
     def update(self, samples, sizes=None):
         "One optimizer step on a rollout's samples, {policy name: rows} (or mini-batches of them), of which so many count on all ranks together -> metrics. Gradients of micro-batches, and of ranks, add up to the whole's."
         for p in self.trained: p.grad = None
+        self.ranks.join(learning=True)
         out, self.gaps = {}, {}
         for name, policy in self.model.policies.items():
-            rollout, options, parts, scored, gaps = samples[name], {k: self._of(name, v) for k, v in self.loss_options.items()}, [], [], []
+            rollout, options, parts, scored, gaps = samples[name], {k: self._of(name, v) for k, v in self.loss_options.items()}, [], [], {}
             old, counted, beta = policy.old(rollout), rollout["counted"], self.beta
             of_all = max(1, sizes[name] if sizes else int(counted.sum()) * self.ranks.world)
             if counted.any() and not counted.all(): rollout = slice_rollout(rollout, counted.nonzero().flatten().tolist())
@@ -354,25 +391,28 @@ class MinimalGRPOTrainer:
             if not beta: rows = [r for r in rows if advantages[r].any()] or rows[:1]       # where all advantages are 0 there is nothing to learn: not scored again
             rollout = dict(rollout, advantages=advantages.to(self.device))
             whole = options.get("importance_sampling_level") == "sequence" or options.get("max_length")      # then a sample's decisions belong together
-            for part in (slice_rollout(rollout, r) for r in rows):
-                apart = []
-                for piece in [part] if whole else policy.pieces(part):
-                    new, distance = policy.score_against(piece, self.model.reference) if beta else (policy.score(piece), {})
-                    share = decisions / new[0].numel()                           # pieces of a sample count as samples of their own, so that all sums to the mean over the whole
-                    loss, metrics = compute_grpo_loss(new, policy.old(piece), piece["advantages"], num_samples=of_all*share, num_decisions=of_all*decisions, as_tensors=True, **distance, **options)
-                    loss.backward()
-                    parts.append(metrics); scored.append(new.numel()); apart.append((new.detach() - policy.old(piece)).abs().view(len(new), -1))
-                gaps.append(torch.cat(apart, 1))
-            if parts: out[name] = combine_metrics(parts, scored) | dict(old_new_gap=torch.cat(gaps).max(), entropy=-old.float().mean())
-            if parts: self.gaps[name] = torch.cat(gaps).mean(0)
+            pieces = [(r.start, piece) for r in rows for part in [slice_rollout(rollout, r)] for piece in ([part] if whole else policy.pieces(part))]
+            passes = max(self.ranks.gather(len(pieces))) if self.ranks.shards else len(pieces)      # ranks wait for each other in each pass, so all must do as many
+            for start, piece in pieces:
+                new, distance = policy.score_against(piece, self.model.reference) if beta else (policy.score(piece), {})
+                share = decisions / new[0].numel()                               # pieces of a sample count as samples of their own, so that all sums to the mean over the whole
+                loss, metrics = compute_grpo_loss(new, policy.old(piece), piece["advantages"], num_samples=of_all*share, num_decisions=of_all*decisions, as_tensors=True, **distance, **options)
+                loss.backward()
+                parts.append(metrics); scored.append(new.numel()); gaps.setdefault(start, []).append((new.detach() - policy.old(piece)).abs().view(len(new), -1))
+            for _ in range(passes - len(pieces)): (0 * policy.score(policy.pieces(slice_rollout(self.last_rollout["samples"][name], slice(0, 1)))[0]).sum()).backward()
+            if parts:
+                gap = torch.cat([torch.cat(of_part, 1) for of_part in gaps.values()])       # [samples, decisions]
+                out[name], self.gaps[name] = combine_metrics(parts, scored) | dict(old_new_gap=gap.max(), entropy=-old.float().mean()), gap.mean(0)
             else: out[name] = dict(loss=torch.zeros((), device=self.device))                         # a mini-batch without a sample of this rank
             self.ranks.sum_gradients(self.parameters[name], out[name]["loss"])
-            out[name] |= dict(grad_norm=torch.nn.utils.clip_grad_norm_(self.parameters[name], self.max_grad_norm))
+            norm = torch.nn.utils.clip_grad_norm_(self.parameters[name], self.max_grad_norm)
+            out[name] |= dict(grad_norm=norm.full_tensor() if self.ranks.shards else norm)
         out = {name: dict(zip(m, torch.stack([v.float() for v in m.values()]).tolist())) for name, m in out.items()}      # here, once, it waits for the device
         finite = all(math.isfinite(m[k]) for m in out.values() for k in ("loss", "grad_norm"))
         if finite and any(m["grad_norm"] > 0 for m in out.values()):                            # no gradient, no step: AdamW's memory would still move the weights
             self.whole = False
             self.step_optimizer()
+            self.ranks.cut()
             if self.ema: self.ema.step(self.masters or self.trained)
         self.bad_steps = 0 if finite else self.bad_steps + 1
         for p in self.trained: p.grad = None
@@ -402,6 +442,7 @@ class MinimalGRPOTrainer:
             for part in zip(*dealt.values()):
                 lines.append(self.update({name: slice_rollout(samples[name], rows) for name, (rows, _) in zip(dealt, part)}, {name: int(whole[name]["counted"][of_all].sum()) for name, (_, of_all) in zip(dealt, part)}))
                 rollout.setdefault("gaps", []).append(dict(self.gaps))
+        self.ranks.join()
         told = self.ranks.gather((lines, rollout.get("diagnostics", {}), [rollout.get("memory", 0.0), peak.gigabytes()]))
         lines = [line for of_rank, _, _ in told for line in of_rank]
         self.step, self.whole = self.step + 1, True
@@ -447,24 +488,36 @@ class MinimalGRPOTrainer:
                 finally:
                     if self.step == step and here is not None: self.train_dataloader.load_state_dict(here)     # this batch was not learnt from
                 if self.bad_steps >= self.max_bad_steps:
+                    self.ranks.told = True                               # all have the same numbers
                     raise NotFinite(f"Step {self.step}: the loss or its gradient was not finite {self.bad_steps} times in a row; the weights were left as they were before. Lower the learning rate, or use torch_dtype float32.")
         return history
 
     def save_checkpoint(self,
         path, # folder to make
     ):
-        "Weights (an adapter in PEFT's format, or all), optimizer, step and place in the data, in one folder that appears at once; the moving averages in its folder ema. UserError: it cannot be written, or a step is half done."
+        "Weights (an adapter in PEFT's format, or all), optimizer, step and place in the data, in one folder that appears at once; the moving averages in its folder ema. Where weights are spread all ranks call it, and the first one writes. UserError: it cannot be written, or a step is half done."
         place = getattr(self.train_dataloader, "state_dict", lambda: None)()
         digest = hashlib.sha256(json.dumps(self.options, sort_keys=True, default=str).encode()).hexdigest()
         note = dict(made_by=dict(identity(self.model), mode=self.mode), step=self.step, bad_steps=self.bad_steps, data=place, options=self.options, options_sha256=digest)
         if not self.whole: raise UserError(f"{path}: not written, for training stopped in the middle of a step's updates. Go on from an older checkpoint.")
+        if not self.ranks.shards: return self._write(path, note, self.optimizer.state_dict(), self.masters)
+        weights = {}
+        for half, model in self.model.halves.items():
+            self.model.wake(half)
+            weights[half] = self.ranks.collect(model.state_dict())
+        memory, masters = (self.ranks.collect(x) for x in (self.optimizer.state_dict(), self.masters))
+        self.ranks.join()                                                  # asking for its state has cut it
+        self.ranks.agree(lambda: self._write(path, note, memory, masters, weights) if self.ranks.first else None)
+
+    def _write(self, path, note, memory, masters, weights=None):
+        "The files of a checkpoint."
         try:
             with atomic_dir(path) as folder:
-                self.model.save_pretrained(folder)
-                with open(folder/"optimizer.pt", "wb") as f: torch.save(self.optimizer.state_dict(), f)
-                if self.masters:
+                self.model.save_pretrained(folder, **({} if weights is None else dict(weights=weights)))
+                with open(folder/"optimizer.pt", "wb") as f: torch.save(memory, f)
+                if masters:
                     from safetensors.torch import save_file
-                    save_file({f"{i:05d}": p.detach() for i, p in enumerate(self.masters)}, folder/"masters.safetensors")
+                    save_file({f"{i:05d}": p.detach() for i, p in enumerate(masters)}, folder/"masters.safetensors")
                 if self.ema:
                     (folder/"ema").mkdir()
                     with self.averaged(): self.model.save_pretrained(folder/"ema")
@@ -493,9 +546,11 @@ class MinimalGRPOTrainer:
         if (was := note["options"].get("optimizer", "adamw")) != self.options["optimizer"]: raise UserError(f"{path}: its optimizer is {was}, here it is {self.options['optimizer']}. Take the same.")
         if note["data"] is not None and hasattr(self.train_dataloader, "load_state_dict"): self.train_dataloader.load_state_dict(note["data"])
         self.model.load_adapter(path)
-        for p, saved in zip(self.masters or (), masters if self.masters else (), strict=True): p.data.copy_(saved)
+        for p, saved in zip(self.masters or (), masters if self.masters else (), strict=True): p.data.copy_(cut_like(saved, p))
         settings = [{k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups]
+        for i, s in memory["state"].items(): memory["state"][i] = {k: cut_like(v, self.trained[i]) if v.dim() else v for k, v in s.items()}
         self.optimizer.load_state_dict(memory)
+        self.ranks.join()
         for g, own in zip(self.optimizer.param_groups, settings): g.update(own)
         if self.ema:
             if average is None: warnings.warn(f"{path}: no moving averages in it. They begin with its weights.")
@@ -620,6 +675,7 @@ class CheckpointCallback(Callback):
 
     def on_train_begin(self, trainer):
         "Tidy up after a process that was killed: parts that no name will ever get, and a checkpoint that was to be replaced."
+        if not trainer.ranks.first: return
         for left in self.folder.glob(".*checkpoint_*.*"):                       # one folder being filled in another has two dots
             whole = self.folder/left.name.lstrip(".").split(".")[0]
             if left.suffix == ".old" and not whole.exists() and (left/"trainer.json").is_file(): os.replace(left, whole)
@@ -629,16 +685,19 @@ class CheckpointCallback(Callback):
         if self.every and trainer.step % self.every == 0: trainer.save_checkpoint(self.folder/f"checkpoint_step_{trainer.step}")
         if trainer.step == trainer.last_step: trainer.save_checkpoint(self.folder/"checkpoint_final")
         self.save_best(trainer)
-        if self.keep is not None:
+        if self.keep is not None and trainer.ranks.first:
             for old in newest_first(self.folder, "checkpoint_step_*")[self.keep:]:
                 gone = old.with_name(f".{old.name}.{os.getpid()}.gone")
                 os.replace(old, gone); shutil.rmtree(gone)
 
     def save_best(self, trainer):
         "checkpoint_best, if this step's evaluation is the best."
-        if not self.best or self.best() != trainer.step: return
-        same = [c for c in newest_first(self.folder) if json.loads((c/"trainer.json").read_text())["step"] == trainer.step and c.name in (f"checkpoint_step_{trainer.step}", "checkpoint_final")]
+        same = None
+        if self.best and self.best() == trainer.step: same = [c for c in newest_first(self.folder) if json.loads((c/"trainer.json").read_text())["step"] == trainer.step and c.name in (f"checkpoint_step_{trainer.step}", "checkpoint_final")]
+        if trainer.ranks.shards: same = trainer.ranks.gather(same)[0]       # only the first rank evaluates, but all save
+        if same is None: return
         if not same: return trainer.save_checkpoint(self.folder/"checkpoint_best")
+        if not trainer.ranks.first: return
         with atomic_dir(self.folder/"checkpoint_best") as part: shutil.copytree(same[0], part, copy_function=_link, dirs_exist_ok=True)
 
 def _link(source, target):

@@ -16,24 +16,26 @@ PROMPTS = ['a cat in the middle on a red ground', 'two dogs on a blue ground', '
 WORK = '''
 import json, sys, torch
 from glm_grpo.data import UserError, make_dataloader
-from glm_grpo.glm import GLMImageWrapper
+from glm_grpo.glm import GLMImageWrapper, cut_like
 from glm_grpo.trainer import MinimalGRPOTrainer, Ranks
-prompts, component, scale, mini_batches, fails, out = json.loads(sys.argv[1])
+prompts, component, scale, mini_batches, full, fails, out = json.loads(sys.argv[1])
 ranks = Ranks.start('cpu')
 def green(images):
     if fails == ranks.rank: raise RuntimeError('the paint is dry')
     return images[:, 1].mean((1, 2)) - images[:, [0, 2]].mean((1, 2, 3))
-model = GLMImageWrapper('data/tiny-glm-image', component, lora=dict(rank=2), device='cpu', torch_dtype='float32')
+model = GLMImageWrapper('data/tiny-glm-image', component, lora=None if full else dict(rank=2), device='cpu', torch_dtype='float32')
+if full: ranks.shard(model)
+whole = lambda x: x.full_tensor() if ranks.shards else x
 loader = make_dataloader([dict(prompt=p, target=None, index=i, metadata={}) for i, p in enumerate(prompts)], len(prompts), rank=ranks.rank, world=ranks.world)
-trainer = MinimalGRPOTrainer(model, loader, green, group_size=2, height=64, width=64, num_inference_steps=2, guidance_scale=1, temperature=3, top_p=1, scale=scale, micro_batch_size=2, mini_batches=mini_batches, ranks=ranks,
+trainer = MinimalGRPOTrainer(model, loader, green, group_size=2, height=64, width=64, num_inference_steps=2, guidance_scale=1, temperature=3, top_p=1, scale=scale, micro_batch_size=(1 if component == 'ar' else 4) if full else 2, mini_batches=mini_batches, ranks=ranks,
                              rollout_options=dict(sde_type='cps') if component == 'dit' else None)
 gradients, draw, drawings = [], trainer.draw, []
 trainer.draw = lambda batch: (drawings.append(draw(batch)), drawings[-1])[1]
 @torch.no_grad()
 def kept():
-    gradients.append(torch.cat([p.grad.flatten() for p in trainer.trained]))
+    gradients.append(torch.cat([whole(p.grad).flatten() for p in trainer.trained]))
     g = torch.Generator().manual_seed(len(gradients))
-    for p in trainer.trained: p += 0.02 * torch.randn(p.shape, generator=g)          # the same for all: after a step along the gradient a rounding error can turn one token of thousands, and then a whole picture
+    for p in trainer.trained: p += cut_like((0.005 if full else 0.02) * torch.randn(p.shape, generator=g), p)          # the same for all: after a step along the gradient a rounding error can turn one token of thousands, and then a whole picture
 trainer.optimizer.step = kept
 try: lines = trainer.train(2)
 except UserError as e: print(f'rank {ranks.rank} told: {e}', flush=True); ranks.stop(); sys.exit(2)
@@ -68,14 +70,14 @@ def gradients(tmp_path, world, prompts, *options):
     return found[0] | dict(tokens=torch.cat([f['tokens'] for f in found]), prompts=[p for f in found for p in f['prompts']])
 
 
-@pytest.mark.parametrize('component, scale, mini_batches, twice, worlds', [('ar', 'batch', 3, True, [2, 4]), ('dit', 'group', 1, True, [2])])
-def test_ranks_give_the_gradients_of_one_process(tmp_path, component, scale, mini_batches, twice, worlds):
-    "Also where a mini-batch has no sample of some rank (3 of 8 samples on 4 ranks), and where a prompt comes twice in a step."
-    prompts = [*PROMPTS[:3], PROMPTS[0]] if twice else PROMPTS
-    one = gradients(tmp_path, 1, prompts, component, scale, mini_batches)
+@pytest.mark.parametrize('component, scale, mini_batches, twice, full, worlds', [('ar', 'batch', 3, True, False, [2, 4]), ('dit', 'group', 1, True, False, [2]), ('ar', 'batch', 3, True, True, [2]), ('dit', 'group', 1, False, True, [2])])
+def test_ranks_give_the_gradients_of_one_process(tmp_path, component, scale, mini_batches, twice, full, worlds):
+    "Also where a mini-batch has no sample of some rank (3 of 8 samples on 4 ranks), and where a prompt comes twice in a step. `full`: all weights, spread over the ranks (FSDP2); quoted words make the DiT's calls more on one rank than on the other."
+    prompts = [*PROMPTS[:3], PROMPTS[0]] if twice else [*PROMPTS[:3], 'a sign "yes" on a red ground']
+    one = gradients(tmp_path, 1, prompts, component, scale, mini_batches, full)
     if twice: assert len({tuple(row) for row, p in zip(one['tokens'].tolist(), one['prompts']) if p == PROMPTS[0]}) == (4 if component == 'ar' else 2), 'the same noise twice'
     for world in worlds:
-        many = gradients(tmp_path, world, prompts, component, scale, mini_batches)
+        many = gradients(tmp_path, world, prompts, component, scale, mini_batches, full)
         assert many['prompts'] == one['prompts'] and torch.equal(many['tokens'], one['tokens'])
         assert len(one['gradients']) == len(many['gradients']) == 2 * mini_batches
         for a, b in zip(one['gradients'], many['gradients']):
@@ -86,7 +88,7 @@ def test_ranks_give_the_gradients_of_one_process(tmp_path, component, scale, min
 
 
 def test_a_rank_that_fails_ends_all_with_its_reason(tmp_path):
-    results = launch(2, ['-c', WORK, json.dumps([PROMPTS, 'ar', 'group', 1, 1, str(tmp_path)])], timeout=120)
+    results = launch(2, ['-c', WORK, json.dumps([PROMPTS, 'ar', 'group', 1, False, 1, str(tmp_path)])], timeout=120)
     assert 'rank 0 told: rank 1 failed' in results[0][1] and 'the paint is dry' in results[0][1] and results[0][0] == 2
     assert results[1][0] != 0 and 'the paint is dry' in results[1][1]
 
@@ -107,9 +109,11 @@ def small(tmp_path, *words):
 def weights(checkpoint): return {str(p.relative_to(checkpoint)): p.read_bytes() for p in checkpoint.rglob('*.safetensors')}
 
 
-def test_a_run_on_two_ranks_writes_once_and_goes_on_bit_for_bit(tmp_path):
-    "1 of 2 steps, resume, 1 step == 2 steps: both halves, with averages, two mini-batches and two passes."
-    words = small(tmp_path, '--model.component', 'both', '--training.eval_samples', 1, '--training.eval_prompts', 1, '--training.ema_decay', 0.5, '--training.mini_batches', 2, '--training.updates_per_rollout', 2)
+@pytest.mark.parametrize('full', [False, True])
+def test_a_run_on_two_ranks_writes_once_and_goes_on_bit_for_bit(tmp_path, full):
+    "1 of 2 steps, resume, 1 step == 2 steps: both halves, two mini-batches and two passes; adapters with averages, or all weights spread over the ranks."
+    words = small(tmp_path, '--model.component', 'both', '--training.eval_samples', 1, '--training.eval_prompts', 1, '--training.mini_batches', 2, '--training.updates_per_rollout', 2,
+                  *(['--model.lora', 'false', '--training.shard', 'true', '--training.learning_rate', 1e-4] if full else ['--training.ema_decay', 0.5]))
     done = launched(*words)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert done.stdout.count('loading') == 1 and 'on 2 ranks' in done.stdout
@@ -117,7 +121,8 @@ def test_a_run_on_two_ranks_writes_once_and_goes_on_bit_for_bit(tmp_path):
     straight, checkpoints = lines(), tmp_path / 'run/checkpoints'
     assert [line['step'] for line in straight] == [1, 2]
     final = weights(checkpoints / 'checkpoint_final')
-    assert len(final) == 4 and all(final[f'ema/{half}/adapter_model.safetensors'] != final[f'{half}/adapter_model.safetensors'] for half in ('ar', 'dit'))
+    if full: assert len(final) == 2 and 'FSDP' not in ''.join(p.read_text() for p in checkpoints.rglob('config.json'))
+    else: assert len(final) == 4 and all(final[f'ema/{half}/adapter_model.safetensors'] != final[f'{half}/adapter_model.safetensors'] for half in ('ar', 'dit'))
     for name in ('checkpoint_final', 'checkpoint_step_2'): shutil.rmtree(checkpoints / name)
     done = launched('--resume', 'latest', '--output_dir', tmp_path / 'run')
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
