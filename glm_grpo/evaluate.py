@@ -391,12 +391,16 @@ class PeriodicEvaluation(Callback):
         self.alarms = reward_hacking_alarm([h for h in self.history if h["step"] <= step], self.trained)
         for alarm in self.alarms: self.say(alarm)
 
-    def on_train_begin(self, trainer): self.history = [h for h in self.history if h["step"] <= trainer.step]      # a run that goes on from an earlier step
+    def on_train_begin(self, trainer):
+        "A run that goes on from an earlier step knows what came before it, and what that warned of, and nothing later."
+        from glm_grpo.report import reward_hacking_alarm
+        self.history = [h for h in self.history if h["step"] <= trainer.step]
+        self.alarms = reward_hacking_alarm(self.history, self.trained)
     def on_step_end(self, trainer, metrics, rollout):
         if self.every and trainer.step % self.every == 0 and trainer.step < trainer.last_step: self.add(trainer.step, self.evaluate())      # after the last step it is done anyway
         if self.alarms: metrics["alarms"] = float(len(self.alarms))
 
-# %% ../nbs/12_evaluate.ipynb #c076
+# %% ../nbs/12_evaluate.ipynb #c078
 def numbers_table(
     before, after, # results of `evaluate`; after may be None
 ): # str
@@ -415,7 +419,7 @@ def _made_by(checkpoint):
     try: return json.loads((checkpoint / "trainer.json").read_text(encoding="utf-8"))["made_by"]
     except (OSError, ValueError, KeyError) as e: raise UserError(f"{checkpoint}: no whole checkpoint ({type(e).__name__}). Name a folder like outputs/run_001/checkpoints/checkpoint_step_10.") from None
 
-# %% ../nbs/12_evaluate.ipynb #c078
+# %% ../nbs/12_evaluate.ipynb #c080
 def main(
     argv=None, # words of the command line; None: those of this process
 ): # int, status

@@ -7,7 +7,7 @@ __all__ = ['tokens_of', 'count_work', 'tensor_shapes', 'model_layout', 'publishe
            'estimate_memory', 'estimate_seconds', 'longest_prompt', 'plan']
 
 # %% ../nbs/22_plan.ipynb #c006
-import json, math, re
+import json, math, os, re
 from pathlib import Path
 import torch
 from .config import image_height_width
@@ -110,11 +110,12 @@ def estimate_memory(
     layout, # of `model_layout`
     prompt_tokens=64, # of the longest prompt, about
     dtype=torch.float32, # of the weights
+    processes=1, # that share what learns, with `training.shard`
 ): # dict of int, bytes: weights, adapters, masters, gradients, adamw, drawing, activations, peak
     "Bytes by the formulas above; activations are counted from below, so keep a tenth free."
     m, o, g, t = config.model, config.rollout, config.reward.grpo, config.training
     b, each_trained, (height, width) = dtype.itemsize, count_trained(config, layout), image_height_width(config)
-    trained = sum(each_trained.values())
+    trained, share = sum(each_trained.values()), processes if t.shard else 1          # weights are put together while drawing, so they count whole
     each = g.pictures_per_sample if m.component == "both" else 1
     pictures, T = t.batch_size * g.num_samples * each, tokens_of(config)
     c, d, v = layout["ar"]["config"]["text_config"], layout["dit"]["config"], layout["vae"]["config"]
@@ -134,12 +135,12 @@ def estimate_memory(
                   dit=activations(micro * (height * width // 256) * (2 if o.guidance_scale > 1 else 1), dim, 4 * dim, d["num_layers"], 5 * dim + 4 * dim, 0))
     asleep = {half: (numbers_in(layout[half]["shapes"]) - (0 if m.lora else each_trained.get(half, 0))) * m.offload for half in ("ar", "dit")}      # while the other one works
     resting = asleep["dit" if m.component == "ar" else "ar"] if m.component != "both" else min(asleep.values())      # in the update, at least
-    out = dict(weights=(sum(numbers_in(part["shapes"]) for part in layout.values()) - resting) * b, adapters=4 * trained if m.lora else 0, masters=0 if m.lora or b == 4 else 4 * trained,
-               gradients=trained * (4 if m.lora else b), adamw=2 * trained * 4 if t.optimizer == "adamw" else 2 * trained + 2 * trained * 4 // 256,
+    out = dict(weights=(sum(numbers_in(part["shapes"]) for part in layout.values()) - resting) * b, adapters=4 * trained if m.lora else 0, masters=0 if m.lora or b == 4 else 4 * trained // share,
+               gradients=trained * (4 if m.lora else b) // share, adamw=2 * trained * 4 // share if t.optimizer == "adamw" else 2 * trained + 2 * trained * 4 // 256,
                drawing=max(cache + logits + (resting - asleep["dit"]) * b, decoding + (resting - asleep["ar"]) * b), activations=max(update[half] for half in ("ar", "dit") if m.component in (half, "both")))
     return out | dict(peak=sum(out.values()) - min(out["drawing"], out["activations"]))
 
-# %% ../nbs/22_plan.ipynb #c039
+# %% ../nbs/22_plan.ipynb #c041
 def estimate_seconds(
     config, # Config
     dataset, # T2IDataset: its first prompt is drawn
@@ -161,7 +162,7 @@ def estimate_seconds(
     seconds = drawn - start + (time.perf_counter() - drawn) * config.training.updates_per_rollout
     return seconds * config.training.batch_size * config.training.max_steps
 
-# %% ../nbs/22_plan.ipynb #c042
+# %% ../nbs/22_plan.ipynb #c044
 def longest_prompt(
     config, # Config
     *datasets, # T2IDataset
@@ -175,7 +176,7 @@ def longest_prompt(
     parts = SimpleNamespace(processor=AutoProcessor.from_pretrained(folder / "processor", local_files_only=True), ar=SimpleNamespace(config=AutoConfig.from_pretrained(folder / "vision_language_encoder", local_files_only=True), device="cpu"))
     return max(check_prompts(parts, d, *image_height_width(config)) for d in datasets) - tokens_of(config)
 
-# %% ../nbs/22_plan.ipynb #c046
+# %% ../nbs/22_plan.ipynb #c048
 def plan(
     config, # Config, checked
     dataset, # training prompts
@@ -190,7 +191,7 @@ def plan(
     device = pick_device(config.model.device)
     dtype = pick_dtype(config.model.torch_dtype, device)
     work, trained = count_work(config, len(dataset), len(heldout)), count_trained(config, layout)
-    memory = estimate_memory(config, layout, longest_prompt(config, dataset, heldout), dtype)
+    memory = estimate_memory(config, layout, longest_prompt(config, dataset, heldout), dtype, int(os.environ.get("WORLD_SIZE", 1)))
     say("model", f"{config.model.name}: {all_:,} numbers in {str(dtype)[6:]}, of which train: " + ", ".join(f"{half} {n:,}" for half, n in trained.items()) + (f" (LoRA of rank {config.model.lora_rank})" if config.model.lora else ""))
     say("work", f"{work['steps']:,} steps (one rollout each) of {config.training.batch_size} prompts, {work['epochs']:.1f} times through all; {work['pictures']:,} pictures, {work['token_decisions']:,} tokens and {work['step_decisions']:,} denoising steps to learn from, "
                 f"{work['optimizer_steps']:,} optimizer steps; {work['evaluated_pictures']:,} pictures in evaluations")

@@ -170,7 +170,8 @@ def test_print_config_can_be_read_again(capsys, tmp_path):
 @pytest.mark.parametrize('name', sorted(p.stem for p in (ROOT / 'configs').glob('*.yaml')))
 def test_configs_load(name, monkeypatch):
     import yaml
-    monkeypatch.setattr(importlib.util, 'find_spec', lambda name: name)      # packages that a configuration needs, and tests do not
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, 'find_spec', lambda name, *a: True if name == 'bitsandbytes' else find(name, *a))      # what a configuration needs, and tests do not
     from glm_grpo.config import Config, check_config, parse_args, to_yaml
     config = parse_args(['--config', f'configs/{name}.yaml'])
     check_config(config)
@@ -188,7 +189,7 @@ def test_real_configs_fit_their_gpus_and_say_so():
     from glm_grpo.plan import estimate_memory, published_layout
     layout = published_layout()
     for path in sorted(Path('configs').glob('real_*.yaml')):
-        peak = estimate_memory(parse_args(['--config', str(path)]), layout, dtype=torch.bfloat16)['peak'] / 1e9
+        peak = estimate_memory(parse_args(['--config', str(path)]), layout, dtype=torch.bfloat16, processes=8 if '8gpu' in path.name else 1)['peak'] / 1e9
         assert peak < 0.9 * (141 if '141gb' in path.name else 80), (path.name, peak)
         said = re.search(r'about (\d+) GB at the peak', path.read_text())
         assert not said or abs(int(said[1]) - peak) < 3, (path.name, peak)
