@@ -29,7 +29,7 @@ def paired_difference(
 # %% ../nbs/21_report.ipynb #c015
 def _numbers(record):
     "A result of `evaluate`, or its line in a history -> {(kind, name): (mean, values [P][S] or None)}"
-    values, found = record.get("values") or {}, {("reward", "reward"): (record.get("reward_mean", record.get("reward")), record.get("rewards"))}
+    values, found = record.get("values") or {}, {("reward", "reward"): (record.get("reward_mean"), record.get("rewards"))}
     for kind in ("metrics", "statistics"): found |= {(kind, k): (v, values.get(k)) for k, v in (record.get(kind) or {}).items()}
     if record.get("diversity") is not None: found["diversity", "diversity"] = (record["diversity"], values.get("diversity"))
     return found
