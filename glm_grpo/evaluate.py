@@ -322,12 +322,17 @@ def check_prompts(
     from glm_grpo.tokens import prepare_prompts
     sizes = [len(ids) for ids in model.processor.tokenizer(dataset.prompts, verbose=False).input_ids]
     i, limit = max(range(len(sizes)), key=sizes.__getitem__), model.ar.config.text_config.max_position_embeddings
-    inputs = prepare_prompts(model.processor, model.ar, [dataset.prompts[i]], height, width)
-    need = inputs.input_ids.shape[1] + inputs.num_tokens
+    if isinstance(dataset, I2IDataset):                                # source pictures stand before the prompt, and no preview is drawn
+        content = [*(dict(type="image", image=s) for s in dataset[i]["source"]), dict(type="text", text=dataset.prompts[i])]
+        out = model.processor.apply_chat_template([[dict(role="user", content=content)]], tokenize=True, return_dict=True, return_tensors="pt", processor_kwargs=dict(padding=True, target_h=height, target_w=width))
+        need = out["input_ids"].shape[1] + height * width // 32**2
+    else:
+        inputs = prepare_prompts(model.processor, model.ar, [dataset.prompts[i]], height, width)
+        need = inputs.input_ids.shape[1] + inputs.num_tokens
     if need > limit: raise UserError(f"{dataset.prompts_file}, line {i + 1}: {len(dataset.prompts[i]):,} characters are {sizes[i]:,} tokens; with the picture's they need {need:,} positions, and the model has {limit:,}. Shorten the prompt.")
     return need
 
-# %% ../nbs/12_evaluate.ipynb #c063
+# %% ../nbs/12_evaluate.ipynb #c065
 def eval_record(
     result, # of `evaluate`
 ): # dict for JSON: without pictures
@@ -341,7 +346,7 @@ def write_eval(
     "Write eval.json: {name: {reward_mean, ...}}."
     with atomic_write(path) as f: json.dump({k: eval_record(r) for k, r in results.items() if r}, f, indent=1, ensure_ascii=False)
 
-# %% ../nbs/12_evaluate.ipynb #c065
+# %% ../nbs/12_evaluate.ipynb #c067
 def evaluate_config(
     model, # GLMImageWrapper
     config, # Config
@@ -361,7 +366,7 @@ def evaluate_config(
         result = evaluate(model, [it["prompt"] for it in items], reward, seeds=seeds, metrics=others[0], sources=sources, targets=targets, metadata=[it["metadata"] for it in items], progress=progress, **options)
     return result | dict(not_measured=others[1] | result["not_measured"])
 
-# %% ../nbs/12_evaluate.ipynb #c068
+# %% ../nbs/12_evaluate.ipynb #c070
 class ImageStatistics(Callback):
     "Adds image/brightness and so on (means over the step's pictures) and image/diversity (within a prompt) to the step's line."
     def on_step_end(self, trainer, metrics, rollout):
@@ -400,7 +405,7 @@ class PeriodicEvaluation(Callback):
         if self.every and trainer.step % self.every == 0 and trainer.step < trainer.last_step: self.add(trainer.step, self.evaluate())      # after the last step it is done anyway
         if self.alarms: metrics["alarms"] = float(len(self.alarms))
 
-# %% ../nbs/12_evaluate.ipynb #c078
+# %% ../nbs/12_evaluate.ipynb #c080
 def numbers_table(
     before, after, # results of `evaluate`; after may be None
 ): # str
@@ -419,7 +424,7 @@ def _made_by(checkpoint):
     try: return json.loads((checkpoint / "trainer.json").read_text(encoding="utf-8"))["made_by"]
     except (OSError, ValueError, KeyError) as e: raise UserError(f"{checkpoint}: no whole checkpoint ({type(e).__name__}). Name a folder like outputs/run_001/checkpoints/checkpoint_step_10.") from None
 
-# %% ../nbs/12_evaluate.ipynb #c080
+# %% ../nbs/12_evaluate.ipynb #c082
 def main(
     argv=None, # words of the command line; None: those of this process
 ): # int, status

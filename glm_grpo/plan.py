@@ -37,7 +37,7 @@ def count_work(
                 token_decisions=samples * tokens_of(config) if config.model.component != "dit" else 0, step_decisions=samples * each * min(o.window or noisy, noisy) if config.model.component != "ar" else 0,
                 optimizer_steps=t.max_steps * t.updates_per_rollout * t.mini_batches, evaluated_pictures=evaluations * min(held_out, t.eval_prompts or held_out) * t.eval_samples)
 
-# %% ../nbs/22_plan.ipynb #c012
+# %% ../nbs/22_plan.ipynb #c013
 _FOLDERS = dict(ar="vision_language_encoder", dit="transformer", vae="vae", byt5="text_encoder")
 
 def tensor_shapes(
@@ -85,7 +85,7 @@ def numbers_in(
     "How many numbers these tensors hold."
     return sum(math.prod(s) for s in shapes.values())
 
-# %% ../nbs/22_plan.ipynb #c017
+# %% ../nbs/22_plan.ipynb #c018
 def count_trained(
     config, # Config
     layout, # of `model_layout`
@@ -104,7 +104,7 @@ def count_trained(
         out[half] = sum(m.lora_rank * sum(s) for layers in found.values() for s in layers)
     return out
 
-# %% ../nbs/22_plan.ipynb #c023
+# %% ../nbs/22_plan.ipynb #c024
 def estimate_memory(
     config, # Config
     layout, # of `model_layout`
@@ -140,7 +140,7 @@ def estimate_memory(
                drawing=max(cache + logits + (resting - asleep["dit"]) * b, decoding + (resting - asleep["ar"]) * b), activations=max(update[half] for half in ("ar", "dit") if m.component in (half, "both")))
     return out | dict(peak=sum(out.values()) - min(out["drawing"], out["activations"]))
 
-# %% ../nbs/22_plan.ipynb #c041
+# %% ../nbs/22_plan.ipynb #c043
 def estimate_seconds(
     config, # Config
     dataset, # T2IDataset: its first prompt is drawn
@@ -162,7 +162,7 @@ def estimate_seconds(
     seconds = drawn - start + (time.perf_counter() - drawn) * config.training.updates_per_rollout
     return seconds * config.training.batch_size * config.training.max_steps
 
-# %% ../nbs/22_plan.ipynb #c044
+# %% ../nbs/22_plan.ipynb #c048
 def longest_prompt(
     config, # Config
     *datasets, # T2IDataset
@@ -176,7 +176,7 @@ def longest_prompt(
     parts = SimpleNamespace(processor=AutoProcessor.from_pretrained(folder / "processor", local_files_only=True), ar=SimpleNamespace(config=AutoConfig.from_pretrained(folder / "vision_language_encoder", local_files_only=True), device="cpu"))
     return max(check_prompts(parts, d, *image_height_width(config)) for d in datasets) - tokens_of(config)
 
-# %% ../nbs/22_plan.ipynb #c048
+# %% ../nbs/22_plan.ipynb #c052
 def plan(
     config, # Config, checked
     dataset, # training prompts

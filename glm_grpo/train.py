@@ -55,7 +55,7 @@ class Interrupts:
     @property
     def status(self): return 143 if self.signal == signal.SIGTERM else 0
 
-# %% ../nbs/13_train.ipynb #c030
+# %% ../nbs/13_train.ipynb #c031
 def check_resume(
     config, # Config with `resume`
 ): # int, the checkpoint's step
@@ -74,7 +74,7 @@ def check_resume(
         raise UserError(f"--resume {config.resume}: {step} steps are done, and --num_steps is {config.training.max_steps} in all. Give a larger --num_steps.")
     return step
 
-# %% ../nbs/13_train.ipynb #c034
+# %% ../nbs/13_train.ipynb #c035
 def make_trainer(
     config, # Config
     model, # GLMImageWrapper
@@ -106,7 +106,7 @@ def read_metrics(
     "The lines of a run."
     return [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()] if Path(path).is_file() else []
 
-# %% ../nbs/13_train.ipynb #c037
+# %% ../nbs/13_train.ipynb #c040
 def _mean(result, reward):
     names = part_weights(reward)
     parts = ", ".join(f"{k} {v:.3f}" for k, v in result["metrics"].items() if k in names) if len(names) > 1 else ""
@@ -154,7 +154,7 @@ def write_results(
         write_page(out / "page.html", before, after, trained=watch.trained if watch else (), history=watch.history if watch else None)
     if lines: save_figure(reward_curve_figure(lines, before, after), out / "reward_curve.png")
 
-# %% ../nbs/13_train.ipynb #c040
+# %% ../nbs/13_train.ipynb #c043
 def train(
     config, # Config
 ): # int: 0 done, 143 after SIGTERM
@@ -242,7 +242,7 @@ def _train(config, ranks, step):
         if after: say("result", f"held-out reward {before['reward_mean']:.3f} -> {after['reward_mean']:.3f} ({after['reward_mean'] - before['reward_mean']:+.3f}); see {out / 'before_after.png'}")
     return 0
 
-# %% ../nbs/13_train.ipynb #c042
+# %% ../nbs/13_train.ipynb #c045
 def main(
     argv=None, # words of the command line; None: those of this process
 ): # int: 0 done, 2 a mistake of the user (one message), 130 stopped at once, 143 after SIGTERM

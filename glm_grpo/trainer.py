@@ -559,7 +559,7 @@ class MinimalGRPOTrainer:
             self.ema.to(self.device)
         self.step, self.bad_steps = note["step"], note["bad_steps"]
 
-# %% ../nbs/10_trainer.ipynb #c132
+# %% ../nbs/10_trainer.ipynb #c136
 class ProgressBar(Callback):
     "A line that shows step, reward, ratio, KL and, where an evaluation warned, how often."
     def __init__(self,
@@ -574,7 +574,7 @@ class ProgressBar(Callback):
         self.bar.update(1)
     def on_train_end(self, trainer): self.bar.close()
 
-# %% ../nbs/10_trainer.ipynb #c135
+# %% ../nbs/10_trainer.ipynb #c139
 class JsonlLogger(Callback):
     "Appends each step's metrics to a file, at once. At the start the lines after the trainer's step are taken out. What is not finite is written as null."
     def __init__(self,
@@ -593,7 +593,7 @@ class JsonlLogger(Callback):
         self.file.flush()
     def on_train_end(self, trainer): self.file.close()
 
-# %% ../nbs/10_trainer.ipynb #c138
+# %% ../nbs/10_trainer.ipynb #c142
 def sample_grid(
     rollout, # dict with prompts (list of N), image_tensors [N, 3, H, W] in [0, 1], rewards [N]; perhaps source_images (N lists of PIL pictures): the first is shown on the left
     group_size, # G
@@ -621,7 +621,7 @@ def sample_grid(
             draw.text((4 + (j + first)*(w + 4), y + line + h), f"{row[k]:.3f}", fill="gray", font=font)
     return sheet
 
-# %% ../nbs/10_trainer.ipynb #c143
+# %% ../nbs/10_trainer.ipynb #c148
 def gap_picture(
     rollout, # dict with gaps: a trainer's `last_rollout`
     policies, # dict: name -> Policy
@@ -641,7 +641,7 @@ def gap_picture(
     figure.supxlabel("|new - old| of a decision's log-probability, mean over the samples", fontsize=8)
     return figure
 
-# %% ../nbs/10_trainer.ipynb #c146
+# %% ../nbs/10_trainer.ipynb #c151
 class SampleGrid(Callback):
     "Writes `sample_grid` of every so many steps to folder/step_000010.png and, where new and old log-probabilities differ, `gap_picture` to gaps_000010.png."
     def __init__(self,
@@ -655,7 +655,7 @@ class SampleGrid(Callback):
             if figure := gap_picture(rollout, trainer.model.policies):
                 with atomic_write(self.folder/f"gaps_{trainer.step:06d}.png", "wb") as f: figure.savefig(f, format="png", dpi=110)
 
-# %% ../nbs/10_trainer.ipynb #c150
+# %% ../nbs/10_trainer.ipynb #c155
 def newest_first(
     folder, # checkpoints
     pattern="checkpoint_*", # of the names
@@ -705,7 +705,7 @@ def _link(source, target):
     try: os.link(source, target)
     except OSError: shutil.copy2(source, target)
 
-# %% ../nbs/10_trainer.ipynb #c167
+# %% ../nbs/10_trainer.ipynb #c172
 def _drawn(figure):
     "A matplotlib Figure as a PIL picture."
     import io

@@ -2,6 +2,7 @@
 import errno
 import json
 import os
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -118,12 +119,13 @@ def test_prompts_of_any_length_and_script_train_or_are_refused(folder, capsys, n
         assert status == 0 and line['ratio_std'] < 1e-4 and line['old_new_gap'] < 1e-3 and line['tokens_outside'] == 0
 
 
-def test_a_file_where_the_curves_must_go_is_told_at_once(folder, capsys):
+@pytest.mark.parametrize('name', ['logs', 'samples'])
+def test_a_file_where_the_curves_must_go_is_told_at_once(folder, capsys, name):
     run = folder / 'run'
     run.mkdir()
-    (run / 'logs').write_text('')
+    (run / name).write_text('')
     assert main(*small(folder, '--num_steps', 1, '--output_dir', run)) == 2
-    assert 'logs is a file, and a folder is needed there' in told(capsys) and files(run) == [run / 'logs']
+    assert f'{name} is a file, and a folder is needed there' in told(capsys) and files(run) == [run / name]
 
 
 @pytest.mark.parametrize('updates, saved', [(1, 'checkpoint_interrupt'), (2, 'checkpoint_step_1')])
@@ -158,3 +160,31 @@ def test_a_tracker_whose_package_is_missing_is_told_before_anything(folder, caps
     monkeypatch.setattr(importlib.util, 'find_spec', lambda name, *a: None if name == 'wandb' else find(name, *a))
     assert main(*small(folder, '--training.trackers', 'wandb', '--output_dir', folder / 'run')) == 2
     assert 'training.trackers wandb' in (message := told(capsys)) and 'pip install wandb' in message and not (folder / 'run').exists()
+
+
+@pytest.mark.parametrize('dry', [[], ['--dry_run']])
+def test_a_held_out_prompt_that_is_too_long_is_refused(folder, capsys, dry):
+    (folder / 'held').mkdir()
+    (folder / 'held/prompts.txt').write_text('a cat\n' + 'x' * 10_000 + '\n')
+    assert main(*dry, *small(folder, '--data.eval_prompts_file', folder / 'held/prompts.txt', '--output_dir', folder / 'run')) == 2
+    assert 'held/prompts.txt, line 2: 10,000 characters' in told(capsys) and not (folder / 'run').exists()
+
+
+def test_evaluate_refuses_a_prompt_that_is_too_long(folder):
+    from glm_grpo.data import UserError
+    from glm_grpo.evaluate import main as evaluate_main
+    (folder / 'prompts.txt').write_text('a cat\n' + 'x' * 10_000 + '\n')
+    shutil.rmtree(folder / 'target_images')
+    with pytest.raises(UserError, match='prompts.txt, line 2: 10,000 characters'): evaluate_main(small(folder, '--output_dir', str(folder / 'out')))
+    assert not (folder / 'out').exists()
+
+
+def test_the_newest_checkpoint_is_named_when_nothing_more_can_be_saved(folder, capsys, monkeypatch):
+    import glm_grpo.data as data
+    sync, run = data._sync, folder / 'run'
+    def full(path):
+        if 'checkpoint_step_3.' not in str(path) and 'interrupt' not in str(path): return sync(path)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    monkeypatch.setattr(data, '_sync', full)
+    assert main(*small(folder, '--num_steps', 5, '--training.save_interval', 1, '--output_dir', run)) == 2
+    assert f'--resume {run}/checkpoints/checkpoint_step_2' in told(capsys)

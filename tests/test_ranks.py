@@ -17,7 +17,7 @@ WORK = '''
 import json, sys, torch
 from glm_grpo.data import UserError, make_dataloader
 from glm_grpo.glm import GLMImageWrapper, cut_like
-from glm_grpo.trainer import MinimalGRPOTrainer, Ranks
+from glm_grpo.trainer import Callback, MinimalGRPOTrainer, Ranks
 prompts, component, scale, mini_batches, full, fails, out = json.loads(sys.argv[1])
 ranks = Ranks.start('cpu')
 def green(images):
@@ -37,7 +37,10 @@ def kept():
     g = torch.Generator().manual_seed(len(gradients))
     for p in trainer.trained: p += cut_like((0.005 if full else 0.02) * torch.randn(p.shape, generator=g), p)          # the same for all: after a step along the gradient a rounding error can turn one token of thousands, and then a whole picture
 trainer.optimizer.step = kept
-try: lines = trainer.train(2)
+class Stop(Callback):
+    def on_step_end(self, trainer, metrics, rollout): trainer.stop = trainer.step == 2 and ranks.rank == ranks.world - 1         # one alone is asked to stop
+trainer.callbacks = [Stop()]
+try: lines = trainer.train(5)
 except UserError as e: print(f'rank {ranks.rank} told: {e}', flush=True); ranks.stop(); sys.exit(2)
 torch.save(dict(tokens=drawings[0]['token_ids'], prompts=drawings[0]['prompts'], gradients=gradients, lines=lines), f'{out}/{ranks.world}_{ranks.rank}.pt')
 ranks.stop()
