@@ -157,7 +157,7 @@ def estimate_seconds(
         start = time.perf_counter()
         rollout = trainer.draw(collate([dataset[0]]))
         drawn = time.perf_counter()
-        for samples in rollout["samples"].values(): samples["advantages"] = torch.ones_like(samples["advantages"])      # as if all rewards differed
+        for samples in rollout["samples"].values(): samples.update(advantages=torch.ones_like(samples["advantages"]), counted=torch.ones_like(samples["counted"]))      # as if all rewards differed
         trainer.update(rollout["samples"])
     seconds = drawn - start + (time.perf_counter() - drawn) * config.training.updates_per_rollout
     return seconds * config.training.batch_size * config.training.max_steps
