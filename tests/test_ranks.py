@@ -114,9 +114,9 @@ def weights(checkpoint): return {str(p.relative_to(checkpoint)): p.read_bytes() 
 
 @pytest.mark.parametrize('full', [False, True])
 def test_a_run_on_two_ranks_writes_once_and_goes_on_bit_for_bit(tmp_path, full):
-    "1 of 2 steps, resume, 1 step == 2 steps: both halves, two mini-batches and two passes; adapters with averages, or all weights spread over the ranks."
+    "1 of 2 steps, resume, 1 step == 2 steps: both halves, two mini-batches and two passes; adapters with averages, or all weights in bfloat16, spread over the ranks with their float32 copies."
     words = small(tmp_path, '--model.component', 'both', '--training.eval_samples', 1, '--training.eval_prompts', 1, '--training.mini_batches', 2, '--training.updates_per_rollout', 2,
-                  *(['--model.lora', 'false', '--training.shard', 'true', '--training.learning_rate', 1e-4] if full else ['--training.ema_decay', 0.5]))
+                  *(['--model.lora', 'false', '--model.torch_dtype', 'bfloat16', '--training.shard', 'true', '--training.learning_rate', 1e-4] if full else ['--training.ema_decay', 0.5]))
     done = launched(*words)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert done.stdout.count('loading') == 1 and 'on 2 ranks' in done.stdout
@@ -124,7 +124,7 @@ def test_a_run_on_two_ranks_writes_once_and_goes_on_bit_for_bit(tmp_path, full):
     straight, checkpoints = lines(), tmp_path / 'run/checkpoints'
     assert [line['step'] for line in straight] == [1, 2]
     final = weights(checkpoints / 'checkpoint_final')
-    if full: assert len(final) == 2 and 'FSDP' not in ''.join(p.read_text() for p in checkpoints.rglob('config.json'))
+    if full: assert len(final) == 3 and 'masters.safetensors' in final and 'FSDP' not in ''.join(p.read_text() for p in checkpoints.rglob('config.json'))
     else: assert len(final) == 4 and all(final[f'ema/{half}/adapter_model.safetensors'] != final[f'{half}/adapter_model.safetensors'] for half in ('ar', 'dit'))
     for name in ('checkpoint_final', 'checkpoint_step_2'): shutil.rmtree(checkpoints / name)
     done = launched('--resume', 'latest', '--output_dir', tmp_path / 'run')
