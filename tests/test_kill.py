@@ -1,77 +1,129 @@
-"""kill -9 at random moments: the newest checkpoint always loads, `--resume latest` always goes on, and at the end nothing is different.
+"""kill -9 at random moments: the newest checkpoint always loads, `--resume latest` always goes on,
+and at the end nothing is different.
 
 python -m pytest -q -s tests/test_kill.py --kills 50
 """
-import json
+
 import os
 import random
 import signal
 import time
 
 import torch
+from helpers import (
+    ROOT,
+    load_weights,
+    main,
+    read_jsonl,
+    same_tensors,
+    small,
+    step_of,
+    without_seconds,
+)
 from safetensors.torch import load_file
-from test_cli import GREEN, PROMPTS, ROOT, small
+
+from glm_grpo.model.wrapper import GLMImageWrapper
+from glm_grpo.training.checkpoint_folder import find_checkpoint, newest_first
+
+OPTIONS = {
+    "--training.save_interval": 1,
+    "--training.lr_scheduler": "constant",
+    "--training.ema_decay": 0.9,
+    "--training.trackers": "null",
+    "--model.lora_rank": 2,
+    "--model.device": "cpu",
+}
+SUMMARY = (
+    "\n{kills} kills in {seen} steps, {torn} of them while a checkpoint was being written; each "
+    "time the newest checkpoint loaded and --resume latest went on; afterwards adapter, averages "
+    "and metrics were those of a run that was never killed, bit for bit"
+)
 
 
 def start(words, log):
-    "The program in a process of its own, forked from this one, which has imported all that takes long -> its id."
+    """The program in a process of its own -> its id. It is forked from this one, which has imported
+    all that takes long."""
     process = os.fork()
-    if process: return process
+    if process:
+        return process
     try:
-        with open(log, 'w') as f: [os.dup2(f.fileno(), n) for n in (1, 2)]
-        from glm_grpo.train import main
-        os._exit(main([str(w) for w in words]))
-    finally: os._exit(99)
+        with open(log, "w") as f:
+            for output in (1, 2):
+                os.dup2(f.fileno(), output)
+        os._exit(main(*words))
+    finally:
+        os._exit(99)
 
 
-def test_killed_at_random_moments(tmp_path, monkeypatch, pytestconfig):
-    from glm_grpo.config import find_checkpoint
-    from glm_grpo.glm import GLMImageWrapper
-    from glm_grpo.train import main
-    from glm_grpo.trainer import newest_first
-    GLMImageWrapper(ROOT / 'data/tiny-glm-image', device='cpu', lora=dict(rank=2))           # imports what is imported late
+def newest_step(run):
+    "Of the newest checkpoint; 0 without one. A checkpoint may go while we look."
+    try:
+        there = newest_first(run / "checkpoints")
+        return max((step_of(checkpoint) for checkpoint in there), default=0)
+    except FileNotFoundError:
+        return newest_step(run)
+
+
+def kill_in_the_next_step(process, run, seen, log, share):
+    "Wait until one more step is saved; kill somewhere in the next one, or while that is saved."
+    try:
+        limit = time.monotonic() + 300
+        while newest_step(run) <= seen:
+            ended, _ = os.waitpid(process, os.WNOHANG)
+            assert not ended and time.monotonic() < limit, log.read_text()[-2000:]
+            time.sleep(0.01)
+        seconds = read_jsonl(run / "metrics.jsonl")[-1]["seconds"]
+        time.sleep(share * 1.3 * seconds)
+    finally:
+        os.kill(process, signal.SIGKILL)
+        os.waitpid(process, 0)
+
+
+def check_newest_loads(run):
+    "Adapter, averages, and the optimizer's memory of both."
+    newest = find_checkpoint("latest", run)
+    files = [*newest.rglob("*.safetensors"), *newest.rglob("*.pt")]
+    assert len(files) == 4, files
+    for f in files:
+        loaded = load_file(f) if f.suffix == ".safetensors" else torch.load(f, weights_only=True)
+        assert loaded
+
+
+def kill_again_and_again(run, words, kills, log):
+    "-> steps that were saved at the end, kills while a checkpoint was being written."
+    g, seen, torn = random.Random(0), 0, 0
+    for _ in range(kills):
+        again = ["--resume", "latest"] if seen else []
+        process = start([*words, *again, "--num_steps", 100000, "--output_dir", run], log)
+        kill_in_the_next_step(process, run, seen, log, g.random())
+        torn += any((run / "checkpoints").glob(".*"))
+        check_newest_loads(run)
+        assert newest_step(run) > seen
+        seen = newest_step(run)
+        print(".", end="", flush=True)
+    return seen, torn
+
+
+def test_killed_at_random_moments(folder, at_root, pytestconfig):
+    # imports what is imported late
+    GLMImageWrapper(ROOT / "data/tiny-glm-image", device="cpu", lora={"rank": 2})
     torch.set_num_threads(1)
-    monkeypatch.chdir(ROOT)
-    kills, g = pytestconfig.getoption('kills'), random.Random(0)
-    (tmp_path / 'prompts.txt').write_text('\n'.join(PROMPTS) + '\n')
-    (tmp_path / 'green.py').write_text(GREEN)
-    run = tmp_path / 'run'
-    words = small(tmp_path, '--training.save_interval', 1, '--training.lr_scheduler', 'constant', '--training.ema_decay', 0.9, '--training.trackers', 'null', '--model.lora_rank', 2, '--model.device', 'cpu')
-    def step():
-        "Of the newest checkpoint; one may go while we look."
-        try: return max((json.loads((c / 'trainer.json').read_text())['step'] for c in newest_first(run / 'checkpoints')), default=0)
-        except FileNotFoundError: return step()
-    seen, torn = 0, 0
-    for kill in range(kills):
-        process = start([*words, *(['--resume', 'latest'] if seen else []), '--num_steps', 100000, '--output_dir', run], tmp_path / 'log')
-        try:
-            limit = time.monotonic() + 300
-            while step() <= seen:                                            # one step is saved
-                ended, _ = os.waitpid(process, os.WNOHANG)
-                assert not ended and time.monotonic() < limit, (tmp_path / 'log').read_text()[-2000:]
-                time.sleep(0.01)
-            seconds = json.loads((run / 'metrics.jsonl').read_text().splitlines()[-1])['seconds']
-            time.sleep(g.random() * 1.3 * seconds)                           # anywhere in the next one, or while it is saved
-        finally:
-            os.kill(process, signal.SIGKILL)
-            os.waitpid(process, 0)
-        torn += any((run / 'checkpoints').glob('.*'))
-        newest = find_checkpoint('latest', run)
-        files = [*newest.rglob('*.safetensors'), *newest.rglob('*.pt')]
-        assert len(files) == 4, files                                # adapter, averages, and the memory of both
-        for f in files: assert load_file(f) if f.suffix == '.safetensors' else torch.load(f, weights_only=True)
-        assert step() > seen
-        seen = step()
-        print('.', end='', flush=True)
-    last = ['--num_steps', str(seen + 1)]
-    assert main(['--resume', 'latest', '--output_dir', str(run), *last]) == 0
-    assert not [p for p in run.rglob('.*')], 'something is left over'
-    assert len(list((run / 'checkpoints').glob('checkpoint_step_*'))) == 3
-    assert main([str(w) for w in words] + last + ['--output_dir', str(tmp_path / 'straight')]) == 0
-    for name in ('adapter_model.safetensors', 'ema/adapter_model.safetensors'):
-        a, b = (load_file(r / 'checkpoints/checkpoint_final' / name) for r in (run, tmp_path / 'straight'))
-        assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
-    lines = [[{k: v for k, v in json.loads(line).items() if not k.startswith(('seconds', 'memory'))} for line in (r / 'metrics.jsonl').read_text().splitlines()] for r in (run, tmp_path / 'straight')]
-    assert lines[0] == lines[1] and len(lines[0]) == seen + 1
-    print(f'\n{kills} kills in {seen} steps, {torn} of them while a checkpoint was being written; each time the newest checkpoint loaded and --resume latest went on; '
-          'afterwards adapter, averages and metrics were those of a run that was never killed, bit for bit')
+    for image in (folder / "target_images").iterdir():
+        image.unlink()
+    (folder / "target_images").rmdir()
+    kills, run, straight = pytestconfig.getoption("kills"), folder / "run", folder / "straight"
+    words = small(folder, *[word for pair in OPTIONS.items() for word in pair])
+    seen, torn = kill_again_and_again(run, words, kills, folder / "log")
+
+    last = ["--num_steps", seen + 1]
+    assert main("--resume", "latest", "--output_dir", run, *last) == 0
+    assert not list(run.rglob(".*")), "something is left over"
+    assert len(list((run / "checkpoints").glob("checkpoint_step_*"))) == min(3, seen + 1)
+    assert main(*words, *last, "--output_dir", straight) == 0
+    killed = load_weights(run / "checkpoints/checkpoint_final")
+    wanted = load_weights(straight / "checkpoints/checkpoint_final")
+    for name in ("adapter_model.safetensors", "ema/adapter_model.safetensors"):
+        assert same_tensors(killed[name], wanted[name])
+    assert without_seconds(run) == without_seconds(straight)
+    assert len(without_seconds(run)) == seen + 1
+    print(SUMMARY.format(kills=kills, seen=seen, torn=torn))

@@ -1,39 +1,69 @@
-"A remote reward as a process: what notebook 19 cannot show within itself."
+"A remote reward as a process of its own, which a notebook cannot show."
+
 import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 from glm_grpo.remote import RemoteReward
 
 ROOT = Path(__file__).resolve().parent.parent
-REWARD = '''
+REWARD = """
 def redness(images, prompts):
-    if "fail" in prompts: raise RuntimeError("no such prompt, please")
+    if "fail" in prompts:
+        raise RuntimeError("no such prompt, please")
     return images[:, 0].mean((1, 2)) - images[:, 1:].mean((1, 2, 3))
-'''
+"""
+
+
+def start_server(folder):
+    "`python -m glm_grpo.remote`, with a reward of that folder, on any free port."
+    (folder / "my_reward.py").write_text(REWARD)
+    env = {name: value for name, value in os.environ.items() if name != "GLM_GRPO_TOKEN"}
+    env |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "glm_grpo.remote", "my_reward.py:redness", "--port", "0"]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, cwd=folder, env=env, stdout=pipe, stderr=pipe, text=True)
 
 
 def test_command_line(tmp_path):
-    "Starts, answers, lives through an exception of the reward, and ends quietly at Ctrl+C."
-    (tmp_path / 'my_reward.py').write_text(REWARD)
-    env = {k: v for k, v in os.environ.items() if k != 'GLM_GRPO_TOKEN'} | {'PYTHONPATH': str(ROOT), 'OMP_NUM_THREADS': '1'}
-    with subprocess.Popen([sys.executable, '-m', 'glm_grpo.remote', 'my_reward.py:redness', '--port', '0'], cwd=tmp_path, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as server:
+    "It starts, answers, survives an exception of the reward, and ends quietly at Ctrl+C."
+    with start_server(tmp_path) as server:
         try:
             first = server.stdout.readline()
-            assert first.startswith('redness is served at http://127.0.0.1:') and 'wants images, prompts' in first, first + server.stderr.read()
+            assert first.startswith("redness is served at http://127.0.0.1:"), (
+                first + server.stderr.read()
+            )
+            assert "wants images, prompts" in first
             remote = RemoteReward(first.split()[4], timeout=20, retries=0)
-            assert remote.name == 'redness' and remote.wants == ['images', 'prompts']
-            images = torch.rand(5, 3, 16, 16, generator=torch.Generator().manual_seed(0)).mul(255).round() / 255
+            assert remote.name == "redness" and remote.wants == ["images", "prompts"]
+            generator = torch.Generator().manual_seed(0)
+            images = torch.rand(5, 3, 16, 16, generator=generator).mul(255).round() / 255
+            with pytest.raises(OSError, match="status 500.*no such prompt"):
+                remote(images, ["fail"] * 5)
             local = images[:, 0].mean((1, 2)) - images[:, 1:].mean((1, 2, 3))
-            try: remote(images, ['fail'] * 5)
-            except OSError as e: assert 'no such prompt' in str(e) and 'status 500' in str(e)
-            else: raise AssertionError('the error did not arrive')
-            assert torch.allclose(remote(images, ['a cat'] * 5), local, atol=1e-6)
+            assert torch.allclose(remote(images, ["a cat"] * 5), local, atol=1e-6)
             server.send_signal(signal.SIGINT)
             out, err = server.communicate(timeout=20)
-        finally: server.kill()
-    assert server.returncode == 0 and err == '' and out.endswith('ended.\n') and '5 pictures' in out and 'Traceback' in out, (server.returncode, out, err)
+        finally:
+            server.kill()
+    assert server.returncode == 0 and err == "", (server.returncode, out, err)
+    assert out.endswith("ended.\n") and "5 images" in out and "Traceback" in out, out
+
+
+def test_other_machines_need_a_token(tmp_path):
+    "Another host than this machine's own is refused without a token, with one message."
+    env = {name: value for name, value in os.environ.items() if name != "GLM_GRPO_TOKEN"}
+    (tmp_path / "my_reward.py").write_text(REWARD)
+    command = [sys.executable, "-m", "glm_grpo.remote", "my_reward.py:redness"]
+    command += ["--host", "0.0.0.0", "--port", "0"]
+    env |= {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 2 and done.stdout == ""
+    assert "GLM_GRPO_TOKEN" in done.stderr and "Traceback" not in done.stderr

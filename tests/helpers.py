@@ -1,0 +1,136 @@
+"""What several test files need: small runs of the program, and what they left on disk."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+
+ROOT = Path(__file__).resolve().parent.parent
+PROMPTS = [
+    "a cat in the middle on a red ground",
+    "two dogs on a blue ground",
+    "a key left of a snail on a green ground",
+]
+
+# A reward. Tests that make it fail put something before its `return`.
+GREEN = """\
+def green(images):
+    others = images[:, [0, 2]].mean((1, 2, 3))
+    return images[:, 1].mean((1, 2)) - others
+"""
+
+
+def main(*words):
+    "`python -m glm_grpo.train` in this process -> exit status."
+    from glm_grpo.train import main
+
+    return main([str(word) for word in words])
+
+
+def evaluate_main(*words):
+    "`python -m glm_grpo.evaluate` in this process -> exit status."
+    from glm_grpo.evaluate import main
+
+    return main([str(word) for word in words])
+
+
+def small(folder, *words):
+    """Options of the smallest run: one prompt, two images of 64 pixels. It is hot: otherwise both
+    images would be the same and teach nothing."""
+    options = {
+        "--data.prompts_file": folder / "prompts.txt",
+        "--data.image_size": 64,
+        "--training.batch_size": 1,
+        "--reward.grpo.num_samples": 2,
+        "--rollout.num_inference_steps": 1,
+        "--rollout.guidance_scale": 1,
+        "--rollout.temperature": 3,
+        "--rollout.top_p": 1,
+        "--reward.functions": f"{folder}/green.py:green",
+        "--training.eval_samples": 0,
+        "--training.sample_interval": 0,
+    }
+    return [str(word) for pair in options.items() for word in pair] + [str(w) for w in words]
+
+
+def write_images(folder, colours):
+    "0.png, 1.png... of 64 pixels, each of one colour."
+    folder.mkdir()
+    for i, colour in enumerate(colours):
+        Image.new("RGB", (64, 64), colour).save(folder / f"{i}.png")
+
+
+def counting_reward(statement, imports=""):
+    "The reward GREEN, with a statement that may look at `calls`, the number of calls so far."
+    body = GREEN.replace("    return", f"    calls.append(1)\n    {statement}\n    return")
+    return f"{imports}\ncalls = []\n{body}"
+
+
+def files(top):
+    "All files, without Python's own beside a user's reward.py."
+    found = [path for path in top.rglob("*") if path.is_file()]
+    return sorted(path for path in found if path.parent.name != "__pycache__")
+
+
+def contents(top):
+    return {path: path.read_bytes() for path in files(top)}
+
+
+def read_jsonl(path):
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def read_json(path):
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def steps(run):
+    "The steps of metrics.jsonl."
+    return [line["step"] for line in read_jsonl(run / "metrics.jsonl")]
+
+
+def step_of(checkpoint):
+    return read_json(checkpoint / "trainer.json")["step"]
+
+
+def without_seconds(run):
+    "The lines of metrics.jsonl, without what differs from run to run."
+    measured = ("seconds", "memory")
+    lines = read_jsonl(run / "metrics.jsonl")
+    return [{k: v for k, v in line.items() if not k.startswith(measured)} for line in lines]
+
+
+def rewards_of(result):
+    "eval.json -> before, after -> rewards."
+    return {name: part["rewards"] for name, part in result.items()}
+
+
+def load_weights(checkpoint):
+    "Relative path -> tensors, for all safetensors files of a checkpoint."
+    paths = sorted(checkpoint.rglob("*.safetensors"))
+    return {str(path.relative_to(checkpoint)): load_file(path) for path in paths}
+
+
+def same_tensors(a, b):
+    "Whether two dictionaries of tensors are equal bit for bit."
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def told(capsys):
+    "The last line on stderr."
+    return capsys.readouterr().err.strip().splitlines()[-1]
+
+
+def pretend_installed(monkeypatch, package, installed):
+    "Let `importlib.util.find_spec` say that a package is there, or that it is not."
+    find = importlib.util.find_spec
+
+    def pretend(name, *args):
+        if name == package:
+            return True if installed else None
+        return find(name, *args)
+
+    monkeypatch.setattr(importlib.util, "find_spec", pretend)

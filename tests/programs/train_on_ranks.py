@@ -1,0 +1,148 @@
+"""One rank of a short training whose weights move in the same way however many ranks there are.
+
+python tests/programs/train_on_ranks.py '{"prompts": [...], "component": "ar", ...}'
+
+Writes what it sampled and its gradients to OUT/WORLD_RANK.pt. Run by tests/test_ranks.py.
+"""
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from glm_grpo.data.basics import UserError
+from glm_grpo.data.loader import make_dataloader
+from glm_grpo.model.memory import cut_like
+from glm_grpo.model.wrapper import GLMImageWrapper
+from glm_grpo.training.callbacks import Callback
+from glm_grpo.training.ranks import Ranks, whole
+from glm_grpo.training.trainer import MinimalGRPOTrainer
+
+
+@dataclass
+class Work:
+    "What a rank is asked to do."
+
+    prompts: list[str]
+    out: str  # folder
+    component: str = "ar"
+    scale: str = "group"
+    mini_batches: int = 1
+    full: bool = False  # all weights, spread over the ranks, in place of LoRA
+    fails: int | None = None  # the rank whose reward fails
+
+    @property
+    def micro_batch_size(self):
+        if not self.full:
+            return 2
+        return 1 if self.component == "ar" else 4
+
+    def green(self, rank):
+        "The reward of a rank."
+
+        def green(images):
+            if self.fails == rank:
+                raise RuntimeError("the paint is dry")
+            return images[:, 1].mean((1, 2)) - images[:, [0, 2]].mean((1, 2, 3))
+
+        return green
+
+
+class StopOnLastRank(Callback):
+    "After two steps, one rank alone is asked to stop."
+
+    def on_step_end(self, trainer, metrics, experience):
+        last = trainer.ranks.rank == trainer.ranks.world - 1
+        trainer.stop = trainer.step == 2 and last
+
+
+class Recorder:
+    "Keeps what a trainer samples and its gradients; moves its weights by chance instead."
+
+    def __init__(self, trainer, size):
+        self.trainer, self.size = trainer, size
+        self.gradients, self.experiences = [], []
+        self.collect_as_usual = trainer.collect
+        trainer.collect = self.collect
+        trainer.optimizer.step = self.step
+
+    def collect(self, batch):
+        self.experiences.append(self.collect_as_usual(batch))
+        return self.experiences[-1]
+
+    @torch.no_grad()
+    def step(self):
+        """The same for all worlds. After a step along the gradient, a rounding error could turn one
+        token of thousands, and then a whole image."""
+        trained = self.trainer.optimizer.trained
+        self.gradients.append(torch.cat([whole(p.grad).flatten() for p in trained]))
+        g = torch.Generator().manual_seed(len(self.gradients))
+        for p in trained:
+            p += cut_like(self.size * torch.randn(p.shape, generator=g), p)
+
+
+def make_model(work, ranks):
+    model = GLMImageWrapper(
+        "data/tiny-glm-image",
+        work.component,
+        lora=None if work.full else {"rank": 2},
+        device="cpu",
+        torch_dtype="float32",
+    )
+    if work.full:
+        ranks.shard(model)
+    return model
+
+
+def make_trainer(work, ranks):
+    samples = []
+    for i, prompt in enumerate(work.prompts):
+        samples.append({"prompt": prompt, "target": None, "index": i, "metadata": {}})
+    loader = make_dataloader(samples, len(samples), rank=ranks.rank, world=ranks.world)
+    noise = {"sde_type": "cps"} if work.component == "dit" else {}
+    return MinimalGRPOTrainer(
+        make_model(work, ranks),
+        loader,
+        work.green(ranks.rank),
+        group_size=2,
+        height=64,
+        width=64,
+        num_inference_steps=2,
+        guidance_scale=1,
+        temperature=3,
+        top_p=1,
+        scale=work.scale,
+        micro_batch_size=work.micro_batch_size,
+        mini_batches=work.mini_batches,
+        ranks=ranks,
+        callbacks=[StopOnLastRank()],
+        **noise,
+    )
+
+
+def run(work):
+    ranks = Ranks.start("cpu")
+    trainer = make_trainer(work, ranks)
+    recorder = Recorder(trainer, size=0.005 if work.full else 0.02)
+    try:
+        lines = trainer.train(5)
+    except UserError as e:
+        print(f"rank {ranks.rank} told: {e}", flush=True)
+        ranks.stop()
+        return 2
+    rollout = recorder.experiences[0].rollout
+    found = {
+        "tokens": rollout.token_ids,
+        "prompts": rollout.prompts,
+        "gradients": recorder.gradients,
+        "lines": lines,
+    }
+    torch.save(found, Path(work.out, f"{ranks.world}_{ranks.rank}.pt"))
+    ranks.stop()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run(Work(**json.loads(sys.argv[1]))))

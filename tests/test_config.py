@@ -1,0 +1,158 @@
+"Options that cannot work, each with its message; the bounds of all options."
+
+import shlex
+
+import pytest
+
+from glm_grpo.data.basics import refusal
+from glm_grpo.data.options import check_options, list_options, option_value
+from glm_grpo.run.checks import check_config
+from glm_grpo.run.command_line import parse_args
+from glm_grpo.run.config import Config
+
+AT_LEAST = {
+    "model.lora_rank": 1,
+    "training.max_steps": 1,
+    "training.batch_size": 1,
+    "training.micro_batch_size": 1,
+    "training.updates_per_rollout": 1,
+    "training.mini_batches": 1,
+    "training.log_interval": 1,
+    "training.save_interval": 0,
+    "training.keep_checkpoints": 1,
+    "training.sample_interval": 0,
+    "training.eval_interval": 0,
+    "training.eval_samples": 0,
+    "training.eval_prompts": 1,
+    "training.weight_decay": 0,
+    "training.warmup_steps": 0,
+    "training.seed": 0,
+    "reward.grpo.num_samples": 2,
+    "reward.grpo.pictures_per_sample": 2,
+    "reward.grpo.beta": 0,
+    "rollout.window": 1,
+    "rollout.num_inference_steps": 1,
+    "rollout.batch_size": 1,
+    "rollout.guidance_scale": 0,
+}
+ABOVE_ZERO = (
+    "training.learning_rate",
+    "training.dit_learning_rate",
+    "training.max_grad_norm",
+    "model.lora_alpha",
+    "reward.grpo.clip_range",
+    "reward.grpo.clip_range_high",
+    "reward.grpo.dit_clip_range",
+    "reward.grpo.delta",
+    "reward.time_limit",
+    "rollout.temperature",
+    "rollout.top_p",
+)
+FLOATS = [o.name for o in list_options(Config) if o.type in (float, float | None)]
+
+
+def with_value(name, value):
+    config = Config()
+    section, _, last = name.rpartition(".")
+    setattr(option_value(config, section), last, value)
+    return config
+
+
+@pytest.mark.parametrize(("name", "least"), AT_LEAST.items())
+def test_least_values(name, least):
+    check_options(with_value(name, least))
+    said = refusal(check_config, with_value(name, least - 1))
+    assert said.startswith(f"{name} {least - 1}: ") and f"at least {least}" in said
+
+
+@pytest.mark.parametrize("name", ABOVE_ZERO)
+def test_values_above_zero(name):
+    check_options(with_value(name, 1e-9))
+    for value in (0, 0.0, -1e-9):
+        assert refusal(check_config, with_value(name, value)).startswith(f"{name} {value}: ")
+
+
+@pytest.mark.parametrize("name", FLOATS)
+def test_numbers_are_finite(name):
+    for value in ("nan", "inf", "-inf"):
+        said = refusal(check_config, with_value(name, float(value)))
+        assert said == f"{name} {value}: must be a finite number."
+
+
+@pytest.mark.parametrize(("value", "works"), [(0.0, 0), (1.0, 0), (-1.0, 0), (0.5, 1), (0.9999, 1)])
+def test_moving_average(value, works):
+    config = with_value("training.ema_decay", value)
+    if works:
+        check_options(config)
+    else:
+        assert "between 0 and 1" in refusal(check_config, config)
+
+
+def test_top_p_is_a_probability():
+    check_options(with_value("rollout.top_p", 1.0))
+    assert refusal(check_config, with_value("rollout.top_p", 1.5)).startswith("rollout.top_p 1.5: ")
+
+
+@pytest.mark.parametrize(
+    "option", [o for o in list_options(Config) if "Literal" in str(o.type)], ids=lambda o: o.name
+)
+def test_names_outside_the_list(option):
+    said = refusal(check_config, with_value(option.name, "something"))
+    assert said.startswith(f"{option.name} something: take ")
+
+
+SLIPS = {  # words -> a part of the message
+    "--reward.grpo.num_samples 1": "a group needs at least 2. 8 is a good start",
+    "--reward.grpo.beta -0.1": "reward.grpo.beta -0.1: must be at least 0",
+    "--reward.grpo.beta 0.1 --model.lora false": "needs model.lora true",
+    "--model.torch_dtype float16 --model.lora false": "float16 cannot train all weights",
+    "--training.trackers comet": "comet: no such tracker",
+    "--data.image_size 100": "The nearest that works is 96",
+    "--data.image_size [128,1,2]": "give one number, or [height, width]",
+    "--training.learning_rate -1e-3": "training.learning_rate -0.001: must be more than 0",
+    "--training.learning_rate .nan": "must be a finite number",
+    "--reward.metrics.edit 1": "edit judges edits",
+    "--model.component dit --rollout.noise_level 0": "without noise",
+    "--model.component both --rollout.num_inference_steps 1": "needs at least 2",
+    "--model.component both --rollout.noise_level 1.5": "cps takes at most 1",
+    "--reward.dit_metrics {sign:\\ 1}": "does not learn",
+    "--model.component dit --reward.dit_functions a.py:f": "there is one reward",
+    "--reward.metrics.clip 1": "no package carries its weights",
+    "--reward.metrics {scene:\\ 0}": "all weights are 0",
+    "--reward.metrics.beauty 1": "reward.metrics.beauty: no such metric",
+    "--reward.functions redness.py": "write it as file.py:name",
+    "--reward.functions [a.py:f,b.py:f]": "there is a reward called f already",
+    "--reward.functions a.py:scene": "there is a reward called scene already",
+    "--reward.functions a.py:f --reward.remote {f:\\ http://x}": "a function has this name",
+    "--reward.models.scene x": "reward.models.scene: no such metric",
+    "--reward.use_advanced false --reward.normalise group": "compares the parts",
+    "--training.eval_interval 5 --training.eval_samples 0": "no evaluation",
+    "--training.shard true": "only a small adapter learns",
+    "--training.shard true --model.lora false --training.ema_decay 0.9": "no moving averages",
+}
+
+
+@pytest.mark.parametrize(("line", "part"), SLIPS.items())
+def test_slips_are_refused(line, part):
+    assert part in refusal(check_config, parse_args(shlex.split(line)))
+
+
+WORDS = {  # words -> what the parser's error becomes
+    "--training.learningrate 1": "Did you mean --training.learning_rate?",
+    "--learning_rate 1": "Did you mean --training.learning_rate?",
+    "--seeed 1": "--seeed: no such option. Did you mean --seed?",
+    "--data.image_size big": "--data.image_size: big is not a whole number or a list like",
+    "--model.component vit": "vit is not one of ar, dit, both",
+    "--training.max_steps 2.5": "--training.max_steps: 2.5 is not a whole number",
+    "--num_steps": "--num_steps: a value is missing",
+    "--num_steps 3 stray": "'stray' belongs to no option",
+    "--xyzzy 3": "--xyzzy: no such option. --help lists them all",
+    "--reward.metrics {scene:\\ good}": "is not names with weights",
+    "--config nowhere.yaml": "nowhere.yaml: no such file",
+}
+
+
+@pytest.mark.parametrize(("line", "part"), WORDS.items())
+def test_words_that_mean_nothing(line, part):
+    said = refusal(parse_args, shlex.split(line))
+    assert part in said and "\n" not in said

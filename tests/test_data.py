@@ -1,0 +1,386 @@
+"Fast tests of the data floor: what is refused, and orders that must stay as they are."
+
+import itertools
+import json
+import os
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from glm_grpo.data.basics import UserError, refusal
+from glm_grpo.data.edits import EDITS, sample_edits
+from glm_grpo.data.files import atomic_dir, atomic_write
+from glm_grpo.data.images import load_image, pil_to_tensor, tensor_to_pil
+from glm_grpo.data.loader import PromptSampler, endless_batches, make_dataloader
+from glm_grpo.data.prompts import I2IDataset, T2IDataset, match_images, read_lines, read_prompts
+from glm_grpo.data.scenes import Scene, parse_prompt, sample_scenes, split_of, word_is_held_out
+
+COLORS = [(220, 40, 40), (40, 160, 60), (40, 80, 220)]
+PROMPTS = ["a red disc", "a green disc", "a blue disc"]
+OBJECTS = ["cat", "dog", "fish", "strawberry"]
+
+
+def write(path, content):
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return path
+
+
+def save_images(folder, names, size=(8, 8)):
+    folder.mkdir(exist_ok=True)
+    for name, color in zip(names, itertools.cycle(COLORS)):
+        Image.new("RGB", size, color).save(folder / name)
+    return folder
+
+
+def epochs(number, n=10, **options):
+    "The orders of the first epochs, as the sampler gives them out (batch 1)."
+    places = itertools.chain.from_iterable(PromptSampler(n, 1, **options))
+    return [list(itertools.islice(places, n)) for _ in range(number)]
+
+
+# the order of the prompts
+
+
+def test_second_epoch_has_another_order_and_the_same_one_for_the_same_seed():
+    first, second = epochs(2, seed=3)
+    assert sorted(first) == sorted(second) == list(range(10))
+    assert first != second
+    assert epochs(2, seed=3) == [first, second]
+    assert epochs(2, seed=4)[1] != second
+
+
+def test_order_is_the_one_of_earlier_runs():
+    "A checkpoint of an older version continues in the same order."
+    assert epochs(2, n=6, seed=0) == [[3, 4, 2, 0, 1, 5], [0, 1, 2, 3, 4, 5]]
+
+
+def test_epoch_of_one_seed_is_no_epoch_of_another():
+    assert epochs(2, seed=0)[1] != epochs(1, seed=1)[0]
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 6])
+def test_ranks_together_see_what_one_rank_sees(world):
+    alone = list(itertools.islice(PromptSampler(10, 6, seed=7), 9))
+    samplers = [PromptSampler(10, 6, seed=7, rank=rank, world=world) for rank in range(world)]
+    shares = [list(itertools.islice(sampler, 9)) for sampler in samplers]
+    assert [sum(pieces, []) for pieces in zip(*shares)] == alone
+
+
+@pytest.mark.parametrize("stop", range(8))
+def test_resume_continues_at_each_batch(stop):
+    alone = list(itertools.islice(PromptSampler(5, 3, seed=2), 12))
+    sampler = PromptSampler(5, 3, seed=2)
+    head = list(itertools.islice(sampler, stop))
+    state = json.loads(json.dumps(sampler.state_dict()))
+    other = PromptSampler(5, 3, seed=2)
+    other.load_state_dict(state)
+    assert head + list(itertools.islice(other, 12 - stop)) == alone
+
+
+def test_state_of_another_order_is_refused():
+    state = PromptSampler(10, 4, seed=7).state_dict()
+    cases = {
+        "number of prompts 10, this run has 11": PromptSampler(11, 4, seed=7),
+        "batch size 4, this run has 5": PromptSampler(10, 5, seed=7),
+        "seed 7, this run has 8": PromptSampler(10, 4, seed=8),
+    }
+    for message, sampler in cases.items():
+        assert message in refusal(sampler.load_state_dict, state)
+        assert sampler.batches == 0
+
+
+def test_batches_that_cannot_be_made_are_refused():
+    assert "both must be at least 1" in refusal(PromptSampler, 0, 1)
+    assert "both must be at least 1" in refusal(PromptSampler, 1, 0)
+    assert "multiple of 3" in refusal(PromptSampler, 10, 4, world=3)
+    assert "no batches" in refusal(endless_batches, [])
+
+
+def test_endless_batches_repeats_a_list_and_starts_where_it_was():
+    assert list(itertools.islice(endless_batches("abc", start=5), 5)) == list("cabca")
+
+
+def test_loader_keeps_its_place_over_new_iterators(tmp_path):
+    dataset = T2IDataset(write(tmp_path / "prompts.txt", "\n".join(PROMPTS)))
+    loader = make_dataloader(dataset, batch_size=2, seed=1)
+    found = [next(iter(loader))["indices"] for _ in range(3)]
+    assert found == list(itertools.islice(PromptSampler(3, 2, seed=1), 3))
+    assert "3 given out" in repr(loader)
+
+
+# prompt files
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        (b"", "bad.txt: empty"),
+        (b"\n  \n", "bad.txt: empty"),
+        (b"a cat\n\na dog\n", "bad.txt, line 2: empty"),
+        (b"a cat\n  \na dog", "bad.txt, line 2: empty"),
+        (b"a cat\na dog\n\n", "bad.txt, line 3: empty"),
+        (b"a cat\na d\xf6g\n", "bad.txt, line 2: not UTF-8"),
+        (b"a\r\nb\r\n\xff", "bad.txt, line 3: not UTF-8"),
+    ],
+)
+def test_bad_text_files_are_refused_with_their_line(tmp_path, content, message):
+    assert message in refusal(read_lines, write(tmp_path / "bad.txt", content))
+
+
+def test_byte_order_mark_and_windows_line_ends_are_accepted(tmp_path):
+    path = write(tmp_path / "windows.txt", b"\xef\xbb\xbfa\r\nb\r\n")
+    assert read_lines(path) == ["a", "b"]
+
+
+def test_missing_prompt_file_is_named(tmp_path):
+    message = refusal(read_lines, tmp_path / "prompt.txt")
+    assert "prompt.txt: no such file" in message and "data.prompts_file" in message
+
+
+@pytest.mark.parametrize(
+    "line, message",
+    [
+        ('{"prompt": "a cat"', "no valid JSON"),
+        ('["a cat"]', "must be a JSON object"),
+        ('"a cat"', "must be a JSON object"),
+        ('{"promt": "a cat"}', "unknown key 'promt'"),
+        ('{"target": "a.png"}', "no prompt"),
+        ('{"prompt": "  "}', "no prompt"),
+        ('{"prompt": 3}', "'prompt' cannot be 3"),
+        ('{"prompt": "a", "target": ["a.png"]}', "'target' cannot be"),
+        ('{"prompt": "a", "metadata": 1}', "'metadata' cannot be 1"),
+        ('{"prompt": "a", "source": [1]}', "'source' must be a file name"),
+        ('{"prompt": "a", "source": 1}', "'source' cannot be 1"),
+    ],
+)
+def test_bad_json_lines_are_refused_with_their_line(tmp_path, line, message):
+    path = write(tmp_path / "bad.jsonl", '{"prompt": "fine"}\n' + line)
+    found = refusal(read_prompts, path)
+    assert "bad.jsonl, line 2:" in found and message in found
+
+
+# which image belongs to which prompt
+
+
+@pytest.mark.parametrize(
+    "names, message",
+    [
+        (["0.png", "2.png"], "none for line 2 ('a green disc')"),
+        (["0.png", "1.png", "3.png"], "none for line 3 ('a blue disc'); 3.png belongs to no line"),
+        (["0.png", "1.png", "2.png", "3.png"], "4 images for 3 prompts, 3.png belongs to no line"),
+        (["0.png", "1.png", "0.jpg"], "0.jpg and 0.png claim the same prompt"),
+        (["cat.png", "dog.png", "bird.png"], "none for line 1 ('a red disc'); bird.png belongs"),
+        (["a_red_disc.png", "1.png", "2.png"], "named like the prompts"),
+        (["1.png", "2.png"], "numbered 1 to 3"),
+        ([], "no images in it"),
+    ],
+)
+def test_images_that_do_not_match_are_refused(tmp_path, names, message):
+    assert message in refusal(match_images, save_images(tmp_path / "images", names), PROMPTS)
+
+
+def test_missing_image_folder_is_named(tmp_path):
+    assert "nowhere: no such folder" in refusal(match_images, tmp_path / "nowhere", PROMPTS)
+
+
+def test_other_files_and_hidden_files_are_ignored(tmp_path):
+    folder = save_images(tmp_path / "images", ["0.PNG", "1.png", "2.png"])
+    for name in ("notes.txt", ".3.png"):
+        write(folder / name, "")
+    found = match_images(folder, PROMPTS)
+    assert [file.name for file in found] == ["0.PNG", "1.png", "2.png"]
+
+
+# datasets
+
+
+def test_dataset_refuses_a_broken_image_before_training(tmp_path):
+    prompts = write(tmp_path / "prompts.txt", "\n".join(PROMPTS))
+    targets = save_images(tmp_path / "targets", ["0.png", "1.png", "2.png"])
+    write(targets / "1.png", (targets / "1.png").read_bytes()[:50])
+    assert "1.png: a broken image" in refusal(T2IDataset, prompts, targets)
+    assert "1.png: a broken image" in refusal(I2IDataset, prompts, targets)
+    (targets / "1.png").unlink()
+    assert "none for line 2" in refusal(T2IDataset, prompts, targets)
+
+
+def test_targets_of_different_sizes_need_an_image_size(tmp_path):
+    prompts = write(tmp_path / "prompts.txt", "\n".join(PROMPTS))
+    targets = save_images(tmp_path / "targets", ["0.png", "1.png", "2.png"])
+    Image.new("RGB", (24, 8)).save(targets / "1.png")
+    assert "24 x 8 pixels, but 0.png has 8 x 8" in refusal(T2IDataset, prompts, targets)
+    assert T2IDataset(prompts, targets, image_size=(4, 6))[1]["target"].shape == (3, 4, 6)
+    assert "(height, width)" in refusal(T2IDataset, prompts, targets, image_size=0)
+
+
+@pytest.mark.parametrize("key", ["target", "source"])
+def test_all_lines_have_an_image_or_none(tmp_path, key):
+    lines = [json.dumps({"prompt": "a", key: "0.png"}), json.dumps({"prompt": "b"})]
+    save_images(tmp_path, ["0.png"])
+    path = write(tmp_path / "partly.jsonl", "\n".join(lines))
+    message = refusal(I2IDataset, path, None)
+    assert f"partly.jsonl, line 2: no '{key}', but other lines have one" in message
+
+
+def test_sources_must_be_there(tmp_path):
+    prompts = write(tmp_path / "prompts.txt", "make it green")
+    assert "needs source images" in refusal(I2IDataset, prompts, None)
+    lines = ['{"prompt": "a", "source": "0.png"}', '{"prompt": "b", "source": []}']
+    save_images(tmp_path, ["0.png"])
+    empty = write(tmp_path / "empty.jsonl", "\n".join(lines))
+    assert "empty.jsonl, line 2: 'source' is empty" in refusal(I2IDataset, empty, None)
+    gone = write(tmp_path / "gone.jsonl", '{"prompt": "a", "source": ["0.png", "9.png"]}')
+    assert "9.png: no such image" in refusal(I2IDataset, gone, None)
+
+
+def test_several_sources_are_loaded_in_their_order_relative_to_the_folder(tmp_path):
+    images = save_images(tmp_path / "images", ["0.png", "1.png", "2.png"])
+    path = write(tmp_path / "edits.jsonl", '{"prompt": "a", "source": ["2.png", "0.png"]}')
+    [item] = I2IDataset(path, images, image_size=4)
+    colors = [image.getpixel((0, 0)) for image in item["source"]]
+    assert colors == [COLORS[2], COLORS[0]]
+    assert [image.size for image in item["source"]] == [(4, 4)] * 2
+
+
+# images
+
+
+def test_images_of_different_sizes_make_no_tensor():
+    images = [Image.new("RGB", (2, 2)), Image.new("RGB", (3, 1))]
+    with pytest.raises(ValueError, match="one size") as caught:
+        pil_to_tensor(images)
+    assert not isinstance(caught.value, UserError)
+
+
+def test_all_levels_survive_the_way_to_a_tensor_and_back():
+    levels = np.arange(256, dtype=np.uint8).reshape(16, 16)
+    [image] = tensor_to_pil(pil_to_tensor(Image.fromarray(levels)))
+    assert np.array_equal(np.asarray(image)[..., 0], levels)
+    almost = torch.tensor([0.9999, 1.7, -1.0]).reshape(3, 1, 1)
+    assert tensor_to_pil(almost)[0].getpixel((0, 0)) == (255, 255, 0)
+
+
+def test_tensor_to_pil_reads_half_precision_and_gradients():
+    tensor = torch.full((3, 2, 2), 0.2, dtype=torch.bfloat16, requires_grad=True)
+    assert tensor_to_pil(tensor)[0].getpixel((0, 0)) == (51, 51, 51)
+
+
+@pytest.mark.parametrize("mode", ["L", "P", "1", "CMYK", "RGBA", "I;16"])
+def test_every_mode_becomes_rgb(tmp_path, mode):
+    path = tmp_path / ("image.tiff" if mode == "CMYK" else "image.png")
+    Image.new(mode, (4, 2)).save(path)
+    image = load_image(path)
+    assert image.mode == "RGB" and image.size == (4, 2)
+
+
+def test_palette_with_a_transparent_colour_becomes_white(tmp_path):
+    image = Image.new("P", (2, 1))
+    image.putpalette([0, 255, 0, 255, 0, 0])
+    image.putpixel((1, 0), 1)
+    image.save(tmp_path / "palette.png", transparency=0)
+    pixels = np.asarray(load_image(tmp_path / "palette.png"))
+    assert pixels.tolist() == [[[255, 255, 255], [255, 0, 0]]]
+
+
+# files
+
+
+def test_failed_write_leaves_no_file(tmp_path):
+    with pytest.raises(RuntimeError):
+        with atomic_write(tmp_path / "deep" / "note.txt") as file:
+            file.write("half")
+            raise RuntimeError
+    assert os.listdir(tmp_path / "deep") == []
+
+
+def test_failed_folder_leaves_no_folder(tmp_path):
+    with pytest.raises(RuntimeError):
+        with atomic_dir(tmp_path / "step_1") as folder:
+            write(folder / "weights", "half")
+            assert not (tmp_path / "step_1").exists()
+            raise RuntimeError
+    assert os.listdir(tmp_path) == []
+
+
+def test_every_file_of_a_folder_is_synced_before_the_rename(tmp_path, monkeypatch):
+    calls = []
+    real_open, real_replace = os.open, os.replace
+
+    def recorded_open(path, *args, **kwargs):
+        calls.append(os.path.basename(path))
+        return real_open(path, *args, **kwargs)
+
+    def recorded_replace(source, target):
+        calls.append("rename")
+        real_replace(source, target)
+
+    with atomic_dir(tmp_path / "step_1") as folder:
+        write(folder / "weights", "A")
+        (folder / "inner").mkdir()
+        write(folder / "inner" / "options", "B")
+        part = folder.name
+        monkeypatch.setattr(os, "open", recorded_open)
+        monkeypatch.setattr(os, "replace", recorded_replace)
+    monkeypatch.undo()
+    renamed = calls.index("rename")
+    assert set(calls[:renamed]) == {"weights", "inner", "options", part}
+    assert calls[renamed:] == ["rename", tmp_path.name]
+
+
+# scenes and edits
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        "an astronaut on mars",
+        "a cat in the top left on a red ground, please",
+        "five cats on a red ground",
+        "a cat in the corner on a red ground",
+        "a cat in the top left on a black ground",
+    ],
+)
+def test_prompts_outside_the_language_are_refused(prompt):
+    assert f"cannot read the prompt {prompt!r}" in refusal(parse_prompt, prompt, OBJECTS)
+
+
+@pytest.mark.parametrize(
+    "prompt, name",
+    [
+        ("two dragons on a red ground", "dragons"),
+        ("a dragon in the middle on a red ground", "dragon"),
+        ("a cat left of a dragon on a red ground", "dragon"),
+    ],
+)
+def test_unknown_objects_are_named(prompt, name):
+    assert f"does not know the object {name!r}" in refusal(parse_prompt, prompt, OBJECTS)
+
+
+def test_counts_read_the_plural():
+    scene = parse_prompt("four strawberries on a blue ground", OBJECTS)
+    assert scene == Scene(("strawberry",), "blue", count=4)
+    assert parse_prompt("two fish on a red ground", OBJECTS).objects == ("fish",)
+
+
+@pytest.mark.parametrize("split", ["pretrain", "train", "heldout"])
+def test_samples_stay_in_their_split(split):
+    scenes = sample_scenes(split, 60, OBJECTS, seed=5)
+    targets = [edit.target for edit in sample_edits(split, 20, OBJECTS, seed=5)]
+    for scene in scenes + targets:
+        assert split_of(scene) == split
+        assert scene.word is None or word_is_held_out(scene.word) == (split == "heldout")
+
+
+def test_samples_are_the_same_for_the_same_seed_only():
+    assert sample_scenes("train", 20, OBJECTS, 1) == sample_scenes("train", 20, OBJECTS, 1)
+    assert sample_scenes("train", 20, OBJECTS, 1) != sample_scenes("train", 20, OBJECTS, 2)
+    assert sample_edits("train", 8, OBJECTS, 1) == sample_edits("train", 8, OBJECTS, 1)
+    assert sample_edits("train", 8, OBJECTS, 1) != sample_edits("train", 8, OBJECTS, 2)
+
+
+def test_kinds_of_edit_come_in_turn_and_none_twice():
+    edits = sample_edits("train", 120, OBJECTS)  # so many that a choice comes up again
+    assert [edit.kind for edit in edits] == list(EDITS) * 30
+    assert len(set(edits)) == 120

@@ -1,0 +1,365 @@
+"""The DiT's side of the model and loading: what is refused, and properties that must hold.
+
+Slow stories stand in the notebooks nbs/3_model/05 to 11; these checks are fast.
+"""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+from glm_grpo.data.basics import UserError, refusal
+from glm_grpo.maths.noise import named_noise
+from glm_grpo.model import adapters, loading, sizes
+from glm_grpo.model.decoding import (
+    ImageInputs,
+    decode_tokens,
+    equal_batches,
+    sample_latents,
+    score_latents,
+)
+from glm_grpo.model.denoise import NO_NOISE, NoiseOptions
+from glm_grpo.model.latents import decode_latents, schedule
+from glm_grpo.model.sources import encode_sources, source_cache
+
+TINY = Path(__file__).parents[1] / "data/tiny-glm-image"
+PROMPTS = ['a sign "AN"', "a cat", 'a sign "LONGER"', "a dog"]
+SIDE = 64  # pixels: 2 x 2 tokens
+GRID = (2, 2)
+
+
+@pytest.fixture(scope="module")
+def pipe():
+    return loading.load_pipeline(TINY)
+
+
+@pytest.fixture(scope="module", params=[torch.float32, torch.bfloat16], ids=str)
+def pipe_of_dtype(request):
+    return loading.load_pipeline(TINY, request.param)
+
+
+@pytest.fixture
+def empty_model(tmp_path):
+    "A folder with all files of a model by name, without content."
+    folder = tmp_path / "model"
+    for path in TINY.rglob("*"):
+        if path.is_file():
+            copy = folder / path.relative_to(TINY)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            copy.touch()
+    shutil.copy(TINY / "model_index.json", folder)
+    return folder
+
+
+@pytest.fixture
+def inputs():
+    ids = torch.randint(1024, (4, 4), generator=torch.Generator().manual_seed(0))
+    return ImageInputs(ids, GRID, PROMPTS, num_inference_steps=3, guidance_scale=1.5)
+
+
+@pytest.fixture
+def start():
+    return named_noise(list("abcd"), (16, SIDE // 8, SIDE // 8))
+
+
+def one_source(pipe, level, side=SIDE):
+    image = Image.new("RGB", (side, side), (level, 80, 160))
+    tokens = torch.arange(side**2 // 32**2) + level
+    return encode_sources(pipe, [image], [(tokens, (side // 32, side // 32))])[0]
+
+
+# --- loading
+
+
+def test_complete_folder_is_accepted(empty_model):
+    loading.check_model_folder(empty_model)
+
+
+@pytest.mark.parametrize("part", loading._PART_FILES)
+def test_missing_settings_are_named(empty_model, part):
+    name = loading._PART_FILES[part][0]
+    for file in loading._PART_FILES[part]:
+        (empty_model / part / file).unlink(missing_ok=True)
+    message = refusal(loading.check_model_folder, empty_model)
+    assert f"{part}/{name} is missing." in message
+
+
+@pytest.mark.parametrize("part", loading._WITH_WEIGHTS)
+def test_missing_weights_are_named(empty_model, part):
+    for file in (empty_model / part).glob("*.safetensors*"):
+        file.unlink()
+    message = refusal(loading.check_model_folder, empty_model)
+    assert f"{part}/*.safetensors is missing: the weights." in message
+
+
+def test_missing_shard_is_named(empty_model):
+    shards = {"a": "model-00001.safetensors", "b": "model-00002.safetensors"}
+    index = empty_model / "transformer/diffusion_pytorch_model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": shards}))
+    (empty_model / "transformer/model-00001.safetensors").touch()
+    message = refusal(loading.check_model_folder, empty_model)
+    assert "transformer/model-00002.safetensors is missing" in message
+
+
+def test_either_settings_file_of_the_processor_will_do(empty_model):
+    names = loading._PART_FILES["processor"]
+    for name in names:
+        (empty_model / "processor" / name).unlink(missing_ok=True)
+    (empty_model / "processor" / names[1]).touch()
+    loading.check_model_folder(empty_model)
+
+
+@pytest.mark.parametrize("content", ["", "[1, 2", "{}", "[]", "null"])
+def test_broken_model_index(empty_model, content):
+    (empty_model / "model_index.json").write_text(content)
+    assert "no valid JSON" in refusal(loading.check_model_folder, empty_model)
+
+
+def test_other_pipelines_are_refused(empty_model):
+    (empty_model / "model_index.json").write_text('{"_class_name": "FluxPipeline"}')
+    with pytest.raises(UserError, match="a FluxPipeline, not a GlmImagePipeline"):
+        loading.load_pipeline(empty_model)
+
+
+def test_broken_files_are_a_user_error(empty_model):
+    message = refusal(loading.load_pipeline, empty_model)
+    assert "its files do not load" in message and "\n" not in message
+
+
+def test_hub_ids(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    assert loading.is_hub_id("zai-org/GLM-Image")
+    for folder in (tmp_path, "data", "data/none", "none", "a/b/c", "/a/b", "~/none"):
+        assert not loading.is_hub_id(folder), folder
+
+
+def test_quiet_restores_the_progress_bars():
+    import diffusers.utils.logging as diffusers_logging
+
+    for enabled in (True, False):
+        switch = "enable_progress_bar" if enabled else "disable_progress_bar"
+        getattr(diffusers_logging, switch)()
+        with pytest.raises(KeyError), loading.quiet():
+            assert not diffusers_logging.is_progress_bar_enabled()
+            raise KeyError
+        assert diffusers_logging.is_progress_bar_enabled() == enabled
+    diffusers_logging.enable_progress_bar()
+
+
+@pytest.mark.parametrize("device", ["tpu", "cuda:99", "cpu:x", "mps:7x"])
+def test_devices_that_are_not_there(device):
+    assert f"device '{device}'" in refusal(loading.pick_device, device)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float64", "bf16", torch.int64])
+def test_number_formats(dtype):
+    assert "take float32, bfloat16 or float16" in refusal(
+        loading.pick_dtype, dtype, torch.device("cpu")
+    )
+
+
+# --- decoding
+
+
+@pytest.mark.parametrize("steps", [0, -1, 1001])
+def test_number_of_steps(pipe, steps):
+    assert "want 1 to 1000" in refusal(schedule, pipe.scheduler, steps, 64)
+
+
+def test_rows_of_one_shape_in_order():
+    shapes = [(3,), (2, (16, 8, 8)), (3,), (2, (16, 4, 4)), (3,)]
+    assert equal_batches(shapes) == [[0, 2, 4], [1], [3]]
+    assert equal_batches(shapes, 2) == [[0, 2], [4], [1], [3]]
+    assert equal_batches(shapes, 99) == equal_batches(shapes)
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"large_ids": torch.full((4, 4), 1024)}, "outside the codebook of 1024"),
+        ({"large_ids": torch.full((4, 4), -1)}, "outside the codebook of 1024"),
+        ({"large_ids": torch.zeros(4, 5, dtype=torch.long)}, "they do not fit"),
+        ({"prompts": PROMPTS[:3]}, "3 prompts, ids of shape (4, 4)"),
+        ({"grid": (2, 3)}, "do not fit 4 rows of grid (2, 3)"),
+        ({"num_inference_steps": 0}, "num_inference_steps 0"),
+    ],
+)
+def test_inputs_that_do_not_fit(pipe, inputs, start, changes, words):
+    assert words in refusal(decode_tokens, pipe, replace(inputs, **changes), start)
+
+
+def test_noise_that_does_not_fit(pipe, inputs, start):
+    noise = named_noise(list("abcd"), (2, *start.shape[1:]))
+    options = NoiseOptions((0, 1))
+    for wrong in (None, noise[:3], noise[:, :1], noise[..., :4]):
+        message = refusal(sample_latents, pipe, inputs, start, wrong, options)
+        assert message == "2 decisions of 4 rows need noise of shape (4, 2, 16, 8, 8)"
+    for wrong in (start[:3], start[..., :4], start[:, :8]):
+        message = refusal(sample_latents, pipe, inputs, wrong, noise, options)
+        assert "do not fit 4 rows of grid (2, 2)" in message
+
+
+def test_without_decisions_only_latents_are_kept(pipe, inputs, start):
+    assert list(sample_latents(pipe, inputs, start)) == ["latents"]
+    assert NO_NOISE.decisions == ()
+
+
+@pytest.mark.parametrize("sde_type, with_sources", [("sde", True), ("cps", False)])
+def test_ratio_is_one(pipe_of_dtype, inputs, start, sde_type, with_sources):
+    "Sampled log-probs and scored ones are the same bits, in any order of rows and for any piece."
+    pipe = pipe_of_dtype
+    if with_sources:
+        a, b = one_source(pipe, 30), one_source(pipe, 200)
+        inputs = replace(inputs, sources=[[a], [b], [a], [b]])
+    options = NoiseOptions((0, 1), 0.6, sde_type)
+    noise = named_noise(list("efgh"), (2, *start.shape[1:]))
+    found = sample_latents(pipe, inputs, start, noise, options)
+    kept = (found["before"], found["after"])
+    log_probs, means, velocities = score_latents(pipe, inputs, *kept, options)
+    assert torch.equal(log_probs, found["log_probs"]) and torch.equal(means, found["means"])
+    assert velocities.dtype == torch.float32 and torch.isfinite(log_probs).all()
+    second = [value[:, 1:] for value in kept]
+    alone = score_latents(pipe, inputs, *second, replace(options, decisions=(1,)))[0]
+    assert torch.equal(alone[:, 0], log_probs[:, 1])
+    other = score_latents(pipe, inputs, *kept, replace(options, noise_level=0.5))[0]
+    assert not torch.equal(other, log_probs)
+
+
+def test_the_policy_decides_about_guidance_sources_and_tokens(pipe, inputs, start):
+    "Whatever the DiT is told belongs to the score."
+    a, b = one_source(pipe, 30), one_source(pipe, 200)
+    inputs = replace(inputs, sources=[[a]] * 4)
+    options = NoiseOptions((0,), 0.6, "cps")
+    noise = named_noise(list("efgh"), (1, *start.shape[1:]))
+    found = sample_latents(pipe, inputs, start, noise, options)
+    for changes in (
+        {"guidance_scale": 1.0},
+        {"sources": [[b]] * 4},
+        {"sources": None},
+        {"large_ids": inputs.large_ids.flip(0)},
+        {"prompts": PROMPTS[::-1]},
+        {"num_inference_steps": 4},
+    ):
+        changed = replace(inputs, **changes)
+        score = score_latents(pipe, changed, found["before"], found["after"], options)[0]
+        assert not torch.equal(score, found["log_probs"]), changes
+
+
+def test_guidance_of_at_most_one_is_none(pipe, inputs, start):
+    plain = [
+        sample_latents(pipe, replace(inputs, guidance_scale=scale), start)["latents"]
+        for scale in (1.0, 0.5)
+    ]
+    assert torch.equal(*plain)
+
+
+def test_sources_of_two_sizes_in_one_call(pipe, inputs, start):
+    "Rows with sources of other sizes go into another batch."
+    small, large = one_source(pipe, 30), one_source(pipe, 200, side=96)
+    mixed = replace(inputs, prompts=["a cat"] * 4, sources=[[small], [large], [small], [large]])
+    together = sample_latents(pipe, mixed, start)["latents"]
+    for row in range(4):
+        one = slice(row, row + 1)
+        alone = ImageInputs(mixed.large_ids[one], GRID, ["a cat"], 3, 1.5, [mixed.sources[row]])
+        latents = sample_latents(pipe, alone, start[one])["latents"]
+        assert (together[one] - latents).abs().max() < 1e-4
+
+
+def test_no_sources_no_cache(pipe):
+    assert source_cache(pipe, None) is None and source_cache(pipe, []) is None
+
+
+def test_every_source_image_is_checked(pipe):
+    images = [Image.new("RGB", size) for size in ((64, 64), (64, 96))]
+    tokens = [(torch.arange(4), (2, 2))] * 2
+    message = refusal(encode_sources, pipe, images, tokens)
+    assert message.startswith("source image 1 is 64 x 96 pixels, but the model reads it as 64 x 64")
+
+
+@torch.no_grad()
+def test_pixels_are_clamped(pipe):
+    pixels = decode_latents(pipe, 20 * named_noise(["a"], (16, 8, 8)))
+    assert pixels.min() == 0 and pixels.max() == 1 and pixels.shape == (1, 3, 64, 64)
+
+
+# --- adapters
+
+
+@pytest.mark.parametrize(
+    "lora, words",
+    [
+        ({"dropout": 0.1}, "lora option 'dropout': unknown"),
+        ({"rank": 0}, "rank of at least 1"),
+        ({"alpha": 0.0}, "positive alpha"),
+        ({"alpha": float("nan")}, "positive alpha"),
+        ("full", "rank of at least 1"),
+        (None, "rank of at least 1"),
+    ],
+)
+def test_lora_options(lora, words):
+    assert words in refusal(adapters.lora_options, lora)
+
+
+@pytest.mark.parametrize("half, names", [("ar", ("qkv",)), ("ar", ("proj",)), ("dit", ())])
+def test_names_that_fit_no_layer(pipe, half, names):
+    option = adapters.LORA_PLACES[half].option
+    model = pipe.vision_language_encoder if half == "ar" else pipe.transformer
+    options = adapters.LoraOptions(**{option: names})
+    message = refusal(adapters.add_lora, model, options, half=half)
+    assert message.startswith(f"lora.{option} '{', '.join(names)}': no such layer in the ")
+    assert not any("lora_" in name for name, _ in model.named_parameters())
+
+
+def test_an_adapter_goes_around(tmp_path):
+    "Saved options are those of the adapter, for names with a dot, too; no global number is used."
+    state = torch.get_rng_state()
+    names = ("to_out.0", "linear_1")
+    options = adapters.LoraOptions(rank=3, alpha=5.0, dit_target_modules=names)
+    model = adapters.add_lora(loading.load_pipeline(TINY).transformer, options, 1, "dit")
+    assert torch.equal(torch.get_rng_state(), state)
+    model.save_pretrained(tmp_path, save_embedding_layers=False)
+    assert adapters.saved_lora_options(tmp_path, ["dit"]) == options
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    config["target_modules"] = list(names)  # as other programs write it
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    assert adapters.read_adapter(tmp_path).target_modules == names
+
+
+def test_broken_adapters(tmp_path):
+    assert "adapter_config.json is missing" in refusal(adapters.read_adapter, tmp_path)
+    config = {"r": 1, "lora_alpha": 1, "target_modules": ["q"]}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    assert "no adapter, " in refusal(adapters.read_adapter, tmp_path)
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"\xff" * 100)
+    assert "the adapter does not load" in refusal(adapters.read_adapter, tmp_path)
+
+
+# --- sizes
+
+
+def test_layout_needs_a_whole_model(empty_model):
+    for part in sizes.PART_FOLDERS.values():
+        shutil.copy(TINY / part / "config.json", empty_model / part)
+    assert "its header cannot be read" in refusal(sizes.model_layout, empty_model)
+    (empty_model / "vae/config.json").unlink()
+    assert "vae/config.json is missing" in refusal(sizes.model_layout, empty_model)
+
+
+def test_unknown_hub_ids_have_no_layout():
+    message = refusal(sizes.model_layout, "nobody/no-such-model")
+    assert message.endswith("hf download nobody/no-such-model")
+
+
+def test_shapes_of_several_files(tmp_path):
+    from safetensors.torch import save_file
+
+    save_file({"a": torch.zeros(2, 3)}, tmp_path / "one.safetensors")
+    save_file({"b": torch.zeros(4), "c": torch.zeros(())}, tmp_path / "two.safetensors")
+    shapes = sizes.tensor_shapes(tmp_path)
+    assert shapes == {"a": (2, 3), "b": (4,), "c": ()}
+    assert sizes.numbers_in(shapes) == 6 + 4 + 1

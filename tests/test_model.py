@@ -1,0 +1,349 @@
+"""The whole model floor: ratio 1 in every setting, and what a rollout promises."""
+
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from glm_grpo.data.basics import refusal
+from glm_grpo.data.prompts import I2IDataset
+from glm_grpo.data.rollout import RolloutOptions, SampleNames, request_names
+from glm_grpo.model.requests import ImageRequest
+from glm_grpo.model.rollouts import RolloutSampler
+from glm_grpo.model.tokens import large_grid_tokens, upsample_tokens
+from glm_grpo.model.wrapper import GLMImageWrapper
+
+DATA = Path(__file__).parents[1] / "data"
+CAT = 'a cat in the middle on a blue ground with the word "AN"'
+DOG = "a dog left of a fish on a red ground"
+STEPS = {"num_inference_steps": 3, "guidance_scale": 1.5, "noise_level": 0.8, "sde_type": "cps"}
+# at its own temperature the tiny model is nearly deterministic, and its ratios are always 1
+HOT = STEPS | {"temperature": 1.5, "top_p": 1.0}
+WIDE = STEPS | {"temperature": 2.0, "top_p": 0.9}
+SMALL = {"height": 64, "width": 64, "decode": False}
+
+
+def new_model(component="both", rank=4, **options):
+    lora = {"rank": rank} if rank else None
+    folder = DATA / "tiny-glm-image"
+    return GLMImageWrapper(folder, component, device="cpu", lora=lora, **options)
+
+
+@cache
+def model_of(component, rank, dtype="float32"):
+    "Shared by tests that change no weight."
+    return new_model(component, rank, torch_dtype=dtype)
+
+
+@cache
+def edits():
+    "Three prompts and their sources; the second source is wide."
+    data = I2IDataset(DATA / "i2i/heldout/prompts.jsonl", None, image_size=64)
+    sources = [data[i]["source"] for i in range(3)]
+    sources[1] = [sources[1][0].resize((96, 64))]
+    return [data[i]["prompt"] for i in range(3)], sources
+
+
+def request_for(prompts, images=None, per_sample=1, step=0, before=None, **changes):
+    requests = request_names(prompts, images)
+    names = SampleNames.number(1, step, requests, per_sample, before)
+    options = RolloutOptions(**HOT | changes)
+    return ImageRequest(prompts, images, 64, 64, names, options, decode=False)
+
+
+@torch.no_grad()
+def change_weights(model, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    for p in model.get_trainable_parameters():
+        p += 0.03 * torch.randn(p.shape, generator=generator)
+
+
+def largest_change(model, rollout, size):
+    "Largest |new - old log-prob| of each policy, scored as the trainer scores."
+    found = {}
+    for name, policy in model.policies.items():
+        samples, changes = policy.samples(rollout, len(rollout)), []
+        for start in range(0, len(samples), size):
+            for piece in policy.pieces(samples.rows(slice(start, start + size))):
+                changes.append((policy.score(piece) - piece.old_logprobs).abs().max().item())
+        found[name] = max(changes)
+    return found
+
+
+UNMOVED = {"ar": 0, "dit": 0}
+
+
+@pytest.mark.parametrize("options", [HOT, WIDE], ids=["hot", "wide"])
+@pytest.mark.parametrize("task", ["t2i", "i2i"])
+@pytest.mark.parametrize("rank", [4, None], ids=["lora", "full"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_ratio_is_one_before_the_first_update(dtype, rank, task, options):
+    model = model_of("both", rank, dtype)
+    prompts, images = edits() if task == "i2i" else ([CAT, DOG, CAT], None)
+    request = request_for(prompts, images, **options)
+    with torch.no_grad():
+        tokens = RolloutSampler(model, request).sample_all_tokens()
+    assert (tokens.tokens.kept is None) == (options["top_p"] == 1)
+    sizes = (2,) if options is WIDE or (task == "t2i" and not rank) else (1, 3)
+    for size in sizes:
+        sampler = RolloutSampler(model, replace(request, score_batch_size=size))
+        with torch.no_grad():
+            rollout = sampler.denoise(sampler.prepare_denoising(tokens))
+            rollout = replace(rollout, token_logprobs=sampler.token_logprobs(rollout))
+        assert rollout.token_logprobs.mean() < -0.2  # the model had a choice
+        assert largest_change(model, rollout, size) == UNMOVED
+
+
+@pytest.mark.parametrize("component", ["ar", "dit"])
+def test_ratio_is_one_for_each_policy_alone(component):
+    model = model_of(component, 4)
+    prompts, images = edits()
+    for norm in (False, True):
+        rollout = model.generate_with_tracking(
+            prompts, images, **SMALL | HOT, seed=1, score_batch_size=2, ratio_norm=norm
+        )
+        assert largest_change(model, rollout, 2) == {component: 0}
+
+
+def test_wrong_score_is_found():
+    model = model_of("both", 4)
+    prompts, images = edits()
+    rollout = model.generate_with_tracking(prompts, images, **SMALL | HOT, score_batch_size=3)
+    tokens, denoising = rollout.tokens, rollout.denoising
+    swapped = [denoising.sources[i] for i in (1, 0, 2)]
+    noise = replace(denoising.noise, noise_level=0.7)
+    no_letters = {prompt: 0 * glyph for prompt, glyph in denoising.glyphs.items()}
+    for name, wrong in {
+        "ar": replace(rollout, tokens=replace(tokens, temperature=1.4)),
+        "dit": replace(rollout, denoising=replace(denoising, guidance_scale=1.0)),
+    }.items():
+        assert largest_change(model, wrong, 3)[name] > 1e-5
+    for change in ({"sources": swapped}, {"noise": noise}, {"glyphs": no_letters}):
+        wrong = replace(rollout, denoising=replace(denoising, **change))
+        assert largest_change(model, wrong, 3)["dit"] > 1e-5, change.keys()
+
+
+def test_kept_sets_make_tokens_likelier():
+    "Old and new could both forget the kept sets; the ratio would not show it."
+    model = model_of("both", 4)
+    prompts, images = edits()
+    rollout = model.generate_with_tracking(prompts, images, **SMALL | WIDE)
+    without = replace(rollout, tokens=replace(rollout.tokens, kept=None))
+    with torch.no_grad():
+        gain = rollout.token_logprobs - model.compute_token_logprobs(without)
+    assert gain.min() > -1e-5 and gain.mean() > 0.01
+
+
+def test_reference_switches_off_both_adapters():
+    model = new_model()
+    rollout = model.generate_with_tracking(*edits(), **SMALL | HOT, score_batch_size=3)
+    change_weights(model)
+    moved = largest_change(model, rollout, 3)
+    assert min(moved.values()) > 1e-4
+    with model.reference():
+        assert largest_change(model, rollout, 3) == UNMOVED
+    assert largest_change(model, rollout, 3) == moved
+
+
+def test_alpha_and_rank_are_checked_on_load(tmp_path):
+    saved = new_model()
+    change_weights(saved)
+    saved.save_pretrained(tmp_path / "both")
+    for lora in ({"rank": 4, "alpha": 8.0}, {"rank": 2}, {"rank": 4, "target_modules": ["q_proj"]}):
+        model = GLMImageWrapper(DATA / "tiny-glm-image", "both", device="cpu", lora=lora)
+        before = [p.detach().clone() for p in model.get_trainable_parameters()]
+        assert "rank 4, alpha 32" in refusal(model.load_adapter, tmp_path / "both")
+        assert all(map(torch.equal, before, model.get_trainable_parameters()))
+    loaded = new_model(seed=1)
+    loaded.load_adapter(tmp_path / "both")
+    assert all(
+        map(torch.equal, saved.get_trainable_parameters(), loaded.get_trainable_parameters())
+    )
+
+
+def test_full_weights_come_back(tmp_path):
+    saved = new_model("ar", rank=None)
+    change_weights(saved)
+    saved.save_pretrained(tmp_path / "full")
+    loaded = new_model("ar", rank=None)
+    loaded.load_adapter(tmp_path / "full")
+    assert all(
+        map(torch.equal, saved.get_trainable_parameters(), loaded.get_trainable_parameters())
+    )
+    message = refusal(model_of("ar", 4).load_adapter, tmp_path / "full")
+    assert "adapter_config.json is missing" in message
+
+
+def pipeline_latents(model, rollout):
+    h, w = rollout.tokens.grids[-1]
+    large_ids = large_grid_tokens(rollout.token_ids, rollout.tokens.grids)
+    return model.pipe(
+        prompt=rollout.prompts,
+        prior_token_ids=upsample_tokens(large_ids, h, w),
+        latents=rollout.initial_latents,
+        height=32 * h,
+        width=32 * w,
+        num_inference_steps=3,
+        guidance_scale=1.5,
+        output_type="latent",
+    ).images
+
+
+def test_without_noise_the_latents_are_the_pipelines():
+    model = model_of("dit", 4)
+    options = SMALL | HOT | {"noise_level": 0}
+    rollout = model.generate_with_tracking([CAT, CAT], **options, seed=3)
+    assert rollout.denoising.decisions == () and rollout.latents_logprobs is None
+    assert torch.equal(pipeline_latents(model, rollout), rollout.denoising.latents)
+
+
+def test_images_are_those_of_the_tokens():
+    model = model_of("ar", 4)
+    batches = []
+    options = SMALL | HOT | {"decode": True, "batch_size": 2}
+    prompts, images = edits()
+    rollout = model.generate_with_tracking(
+        prompts, images, **options, on_images=lambda *batch: batches.append(batch)
+    )
+    assert sorted(row for rows, _ in batches for row in rows) == [0, 1, 2] and len(batches) > 1
+    for rows, found in batches:
+        assert torch.equal(found, rollout.image_tensors[rows])
+    whole = model.decode(rollout)
+    assert torch.allclose(whole, rollout.image_tensors, atol=1e-4)
+    spoilt = replace(rollout, token_ids=rollout.token_ids.clone())
+    spoilt.token_ids[0, -1] = (spoilt.token_ids[0, -1] + 1) % 64
+    changed = (model.decode(spoilt) - whole).abs().amax((1, 2, 3))
+    assert changed[0] > 1e-3 and (changed[1:] == 0).all()
+
+
+def test_batches_of_the_denoising_are_passed_on_in_their_rows():
+    model, batches = model_of("dit", 4), []
+    prompts, images = edits()
+    options = SMALL | HOT | {"decode": True, "score_batch_size": 2}
+    rollout = model.generate_with_tracking(
+        prompts, images, **options, on_images=lambda *batch: batches.append(batch)
+    )
+    assert sorted(row for rows, _ in batches for row in rows) == [0, 1, 2]
+    for rows, found in batches:
+        assert torch.equal(found, rollout.image_tensors[rows])
+    blind = model.generate_with_tracking(prompts, images, **options | {"decode": False})
+    assert blind.image_tensors is None and torch.equal(blind.token_ids, rollout.token_ids)
+    assert torch.equal(blind.latents_logprobs, rollout.latents_logprobs)
+    assert torch.equal(model.decode(blind.rows([0])), rollout.image_tensors[:1])
+
+
+@torch.no_grad()
+def test_noise_has_names():
+    "Neighbours, ranks and batches change nothing; another step or another source does."
+    model = model_of("both", 4)
+    prompts, images = edits()
+    wish, (square, wide, other) = prompts[0], images
+
+    def sample(rows, **changes):
+        request = request_for([wish] * len(rows), rows, per_sample=2, **changes)
+        sampler = RolloutSampler(model, request)
+        return sampler.prepare_denoising(sampler.sample_all_tokens())
+
+    four = sample([square] * 4)
+    assert torch.equal(four.token_ids[0], four.token_ids[1])
+    assert not torch.equal(four.token_ids[0], four.token_ids[2])
+    [request] = request_names([wish], [square])
+    second_rank = sample([square] * 2, before={request: 2})
+    assert torch.equal(second_rank.token_ids, four.token_ids[2:])
+    next_step = sample([square] * 2, step=1)
+    assert not torch.equal(next_step.token_ids, four.token_ids[:2])
+    assert not torch.equal(next_step.initial_latents, four.initial_latents[:2])
+    mixed = sample([wide, square, other, square])
+    assert mixed.tokens.prompt_index.tolist() == [0, 1, 2, 1]
+    assert torch.equal(mixed.token_ids[1], four.token_ids[0])
+    assert torch.equal(mixed.initial_latents[1], four.initial_latents[0])
+    assert not torch.equal(mixed.initial_latents[0], mixed.initial_latents[1])
+    own = sample([square] * 4, shared_noise=False).initial_latents
+    assert not torch.equal(own[0], own[1]) and torch.equal(own[0], own[2])
+
+
+@torch.no_grad()
+def test_window_moves_with_the_step():
+    model = model_of("dit", 4)
+    prompts, images = edits()
+    tokens, windows = RolloutSampler(model, request_for(prompts, images)).sample_all_tokens(), []
+    for step in range(3):
+        options = {"window": 1, "window_kind": "sliding", "ratio_norm": step == 2}
+        sampler = RolloutSampler(model, request_for(prompts, images, step=step, **options))
+        denoising = sampler.prepare_denoising(tokens).denoising
+        windows.append(denoising.decisions)
+        assert denoising.ratio_norm == (step == 2)
+    assert windows == [(0,), (1,), (0,)]
+
+
+def run_once(folder, **options):
+    model = GLMImageWrapper(DATA / "tiny-glm-image", "both", device="cpu", lora=folder, **options)
+    rollout = model.generate_with_tracking(*edits(), **SMALL | HOT | {"window": 1}, seed=3)
+    kept = []
+
+    def keep(tensor):
+        kept.append(tensor.numel() * tensor.element_size())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        for policy in model.policies.values():  # backward before the other half is awake
+            policy.score(policy.samples(rollout, 3)).mean().backward()
+    gradients = [p.grad for p in model.get_trainable_parameters()]
+    return rollout, model.decode(rollout), gradients, sum(kept)
+
+
+def test_checkpointing_and_offload_change_only_the_memory(tmp_path):
+    model = new_model()
+    change_weights(model)
+    model.save_pretrained(tmp_path / "both")
+    rollout, images, gradients, plain = run_once(tmp_path / "both")
+    assert all(gradient.any() for gradient in gradients)
+    for options in ({"gradient_checkpointing": True}, {"offload": True}):
+        again, images_again, gradients_again, kept = run_once(tmp_path / "both", **options)
+        for name in ("token_ids", "token_logprobs", "latents_logprobs"):
+            assert torch.equal(rollout[name], again[name])
+        assert torch.equal(images, images_again)
+        for a, b in zip(gradients, gradients_again, strict=True):
+            assert torch.allclose(a, b, atol=1e-7)
+        if "gradient_checkpointing" in options:
+            assert kept < 0.6 * plain
+
+
+def test_offload_keeps_one_half_on_the_device():
+    model, plain = new_model(offload=True), model_of("both", 4)
+    assert repr(model) == repr(plain)
+    for awake, asleep in (("ar", "dit"), ("dit", "ar")):
+        model.wake(awake)
+        halves = {"ar": model.ar, "dit": model.dit}
+        size = {half: sum(p.numel() for p in m.parameters()) for half, m in halves.items()}
+        adapter = sum(p.numel() for p in model.get_trainable_parameters(asleep))
+        assert size[asleep] == adapter < size[awake]
+        whole = {"ar": plain.ar, "dit": plain.dit}[awake]
+        assert size[awake] == sum(p.numel() for p in whole.parameters())
+
+
+def test_refused():
+    model = model_of("both", 4)
+    small = {"height": 64, "width": 64, "decode": False}
+    generate = model.generate_with_tracking
+    assert "multiple of 32" in refusal(generate, CAT, height=100, width=64)
+    assert "2 prompts need 2" in refusal(generate, [CAT] * 2, edits()[1][:1], **small)
+    assert "no option windw. There are num_inf" in refusal(generate, CAT, windw=1, **small)
+    assert refusal(new_model, "vae") == "component 'vae': take ar, dit or both."
+    assert "set model.lora false" in refusal(model.shard, None)
+    full = model_of("ar", None)
+    assert "model.lora true" in refusal(full.reference().__enter__)
+    prompts, images = edits()
+    undecided = full.generate_with_tracking(prompts, images, **small | HOT)
+    assert "decided nothing" in refusal(model.score_denoising, undecided)
+    for lora in ({"target_modules": ["qkv"]}, {"dropout": 0.1}, {"rank": 0}):
+        refusal(GLMImageWrapper, DATA / "tiny-glm-image", "ar", lora=lora, device="cpu")
+
+
+def test_global_random_state_is_left_alone():
+    before = torch.get_rng_state()
+    model = new_model()
+    model.generate_with_tracking(*edits(), **SMALL | HOT)
+    assert torch.equal(torch.get_rng_state(), before)

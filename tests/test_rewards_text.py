@@ -1,0 +1,121 @@
+"""The OCR reward: fonts and sizes that must be legible, and what the engine is given."""
+
+from concurrent.futures import ThreadPoolExecutor
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from matplotlib import get_data_path
+from PIL import Image, ImageDraw, ImageFont
+
+from glm_grpo.data.basics import refusal
+from glm_grpo.data.images import pil_to_tensor
+from glm_grpo.rewards.text import TextReader, text_score
+
+pytest.importorskip("rapidocr")
+
+FONTS = [
+    "DejaVuSans",
+    "DejaVuSans-Bold",
+    "DejaVuSans-Oblique",
+    "DejaVuSansMono",
+    "DejaVuSerif",
+    "DejaVuSerif-BoldItalic",
+    "STIXGeneral",
+    "STIXGeneralItalic",
+    "cmr10",
+    "cmss10",
+    "cmtt10",
+    "cmb10",
+]
+WORDS = ["HELLO", "Open", "2026", "Sale 50"]
+
+
+@pytest.fixture(scope="module")
+def reader():
+    return TextReader()
+
+
+def write(word, side=128, font="DejaVuSans-Bold", ink="black", paper="white"):
+    "[1, 3, side, side]: 70 % of the side wide."
+    file = f"{get_data_path()}/fonts/ttf/{font}.ttf"
+    size = min(70 * side / ImageFont.truetype(file, 100).getlength(word), side / 2)
+    image = Image.new("RGB", (side, side), paper)
+    letters, middle = ImageFont.truetype(file, size), (side / 2, side / 2)
+    ImageDraw.Draw(image).text(middle, word, fill=ink, font=letters, anchor="mm")
+    return pil_to_tensor([image])
+
+
+def is_read(reader, word, **style):
+    lines = reader.read(write(word, **style))[0]
+    return text_score([line.text for line in lines], [word], exact=True) == 1
+
+
+def test_fonts(reader):
+    read = [is_read(reader, word, font=font) for font in FONTS for word in WORDS[1:3]]
+    assert np.mean(read) > 0.95
+
+
+@pytest.mark.parametrize("side", [64, 96, 128, 256, 512, 1024])
+def test_sides(reader, side):
+    read = [is_read(reader, word, side=side, font=font) for word, font in zip(WORDS, FONTS[2::3])]
+    assert np.mean(read) > 0.8
+
+
+@pytest.mark.parametrize(
+    ("ink", "paper"),
+    [
+        ("white", "black"),
+        ("white", "#b22222"),
+        ("#ffd700", "#000080"),
+        ("#404040", "#a0a0a0"),
+        ("#2e8b57", "#ffe4b5"),
+        ("#707070", "#808080"),
+    ],
+)
+def test_colours(reader, ink, paper):
+    assert all(is_read(reader, word, ink=ink, paper=paper) for word in WORDS[2:])
+
+
+def test_the_engine_gets_blue_first(reader):
+    image = torch.tensor([1.0, 0.5, 0.0]).view(1, 3, 1, 1).expand(-1, -1, 300, 300)
+    with mock.patch.object(reader, "_engine", wraps=reader._engine) as engine:
+        reader.read(image)
+    (given,) = engine.call_args.args
+    assert given.shape == (300, 300, 3)  # no border around a large image
+    assert given[0, 0].tolist() == [0, 128, 255]
+
+
+def test_a_small_image_gets_a_border(reader):
+    with mock.patch.object(reader, "_engine", wraps=reader._engine) as engine:
+        reader.read(torch.ones(1, 3, 240, 200))
+        reader.read(torch.ones(1, 3, 241, 200))
+    small, large = (call.args[0].shape for call in engine.call_args_list)
+    assert small == (240 + 128, 200 + 128, 3)
+    assert large == (241, 200, 3)
+
+
+def test_the_last_batch_is_kept_and_another_is_read(reader):
+    first, second = write("tea"), write("SALT")
+    lines = reader.read(first)
+    assert reader.read(first.clone()) is lines
+    assert reader.read(second) is not lines
+    assert [line.text for line in reader.read(second)[0]] == ["SALT"]
+
+
+def test_two_threads_read_each_image_once(reader):
+    images = torch.cat([write("tea"), write("SALT")])
+    with mock.patch.object(reader, "_read_image", wraps=reader._read_image) as counted:
+        with ThreadPoolExecutor(2) as pool:
+            first, second = pool.map(reader.read, [images, images])
+    assert counted.call_count == 2 and first is second
+    assert [[line.text for line in lines] for lines in first] == [["tea"], ["SALT"]]
+
+
+def test_missing_package_or_weights():
+    with mock.patch.dict("sys.modules", {"rapidocr": None}):
+        message = refusal(TextReader)
+    assert "pip install 'glm_grpo[rewards]'" in message and "\n" not in message
+    with mock.patch.object(TextReader, "models", {"Det": "none.onnx"}):
+        assert "rapidocr==3.10.0" in refusal(TextReader)

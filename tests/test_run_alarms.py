@@ -1,0 +1,118 @@
+"""When the alarm is silent and when it rings: the cases beside the story of nbs/6_run/06_alarms."""
+
+import numpy as np
+import pytest
+
+from glm_grpo.run.alarms import reward_hacking_alarm
+
+
+def column(values):
+    "[P] -> [P][1]: one seed per prompt."
+    return [[value] for value in values]
+
+
+BEFORE = np.array([0.1, 0.4, 0.6, 0.9])
+FIRST = {
+    "step": 0,
+    "reward_mean": 0.5,
+    "rewards": column(BEFORE),
+    "metrics": {"sign": 0.5, "scene": 0.9},
+    "values": {"scene": column([1, 1, 1, 0.6])},
+    "statistics": {"brightness": 0.4},
+    "diversity": 0.2,
+}
+LATER = FIRST | {
+    "step": 10,
+    "rewards": column([0.2, 0.6, 0.7, 1.0]),
+    "values": {"scene": column([0.5, 0.4, 0.5, 0.1])},
+}
+
+
+def with_scene(record, *values):
+    return record | {"values": {"scene": column(values)}}
+
+
+def means(step, brightness=0.4, diversity=0.2):
+    "An evaluation that kept only means; the reward rises with the step."
+    statistics = {"brightness": brightness}
+    return {
+        "step": step,
+        "reward_mean": step / 10,
+        "statistics": statistics,
+        "diversity": diversity,
+    }
+
+
+def warnings_after(*later):
+    return reward_hacking_alarm([means(0), *later])
+
+
+def test_a_clear_fall_rings_and_one_that_may_be_noise_does_not():
+    assert len(reward_hacking_alarm([FIRST, LATER])) == 1
+    unsure = with_scene(LATER, 1, 0.4, 0.6, 0.4)  # -0.3 with a standard error of 0.13
+    assert reward_hacking_alarm([FIRST, unsure]) == []
+
+
+def test_silent_unless_the_reward_rose_by_more_than_its_error():
+    slightly_up = column(BEFORE + np.array([0.3, -0.2, 0.1, -0.1]))
+    assert reward_hacking_alarm([FIRST, LATER | {"rewards": FIRST["rewards"]}]) == []
+    assert reward_hacking_alarm([FIRST, LATER | {"rewards": slightly_up}]) == []
+
+
+@pytest.mark.parametrize(
+    "name, count", [("other", 1), ("jpeg_incompressibility", 0), ("jpeg_compressibility", 0)]
+)
+def test_the_size_of_a_file_never_warns(name, count):
+    run = [
+        FIRST | {"metrics": {name: 9}, "values": {}},
+        LATER | {"metrics": {name: 1}, "values": {}},
+    ]
+    assert len(reward_hacking_alarm(run)) == count
+
+
+def test_a_metric_may_start_at_zero_or_below():
+    from_zero = [
+        with_scene(FIRST, 0.1, -0.1, 0.1, -0.1),
+        with_scene(LATER, -0.9, -1.2, -0.8, -1.1),
+    ]
+    one_percent = [
+        with_scene(FIRST, -1, -1.2, -0.8, -1),
+        with_scene(LATER, -1.010, -1.211, -0.809, -1.010),
+    ]
+    assert len(reward_hacking_alarm(from_zero)) == 1
+    assert reward_hacking_alarm(one_percent) == []
+
+
+def test_one_prompt_has_no_error_so_a_quarter_decides():
+    first = {
+        "reward_mean": 0.1,
+        "rewards": [[0.1]],
+        "metrics": {"scene": 1.0},
+        "values": {"scene": [[1.0]]},
+    }
+    up = {"rewards": [[0.2]]}
+    assert len(reward_hacking_alarm([first, first | up | {"values": {"scene": [[0.4]]}}])) == 1
+    assert reward_hacking_alarm([first, first | up | {"values": {"scene": [[0.8]]}}]) == []
+
+
+def test_statistics_warn_both_ways_diversity_only_down():
+    for moved in ({"brightness": 0.6}, {"brightness": 0.2}, {"diversity": 0.1}):
+        assert len(warnings_after(means(1, **moved), means(2, **moved))) == 1
+    assert warnings_after(means(1, diversity=0.4), means(2, diversity=0.4)) == []
+    from_zero = [means(0, brightness=0.0), means(1, brightness=0.1)]
+    assert reward_hacking_alarm(from_zero) == []
+
+
+def test_twice_in_a_row_and_in_the_same_direction():
+    assert len(warnings_after(means(1, brightness=0.6))) == 1  # no evaluation between
+    assert warnings_after(means(1), means(2, brightness=0.6)) == []
+    assert warnings_after(means(1, brightness=0.2), means(2, brightness=0.6)) == []
+
+
+def test_the_advice_names_the_last_step_before_anything_was_gone():
+    dark = [means(2, brightness=0.2)]
+    dark += [means(step, brightness=0.2, diversity=0.1) for step in (3, 4)]
+    warnings = warnings_after(means(1), *dark)
+    assert len(warnings) == 2 and all("stop at step 1," in warning for warning in warnings)
+    from_the_start = warnings_after(means(1, brightness=0.2), means(2, brightness=0.2))
+    assert "and start again" in from_the_start[0] and "since step 1)" in from_the_start[0]

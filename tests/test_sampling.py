@@ -1,0 +1,433 @@
+"""Sampling and scoring of tokens on the tiny model: fast, and hot enough to fail.
+
+At its default sampling the tiny model is nearly deterministic, so everything runs at temperature
+1.5 with all tokens kept ("hot") and at temperature 2 with top_p 0.9 ("wide"), on short grids.
+"""
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from peft import LoraConfig, get_peft_model
+from transformers import GlmImageForConditionalGeneration, GlmImageProcessor, TopPLogitsWarper
+
+from glm_grpo.data.basics import UserError
+from glm_grpo.maths.noise import named_uniforms
+from glm_grpo.model.nucleus import nucleus, pack_kept, sample_token_ids, unpack_kept
+from glm_grpo.model.sampling import (
+    KVCache,
+    LayerProducts,
+    SamplingLoop,
+    StepCounter,
+    prefill,
+    sample_tokens,
+)
+from glm_grpo.model.scoring import score_tokens
+from glm_grpo.model.tokens import language_model_parts, prepare_prompts
+
+FOLDER = Path(__file__).parents[1] / "data/tiny-glm-image"
+PROMPTS = [
+    "three cats on a blue ground",
+    "a cat in the top left on a red ground",
+    'a cat left of a dog on a green ground with the word "UP"',
+]
+SETTINGS = {"hot": (1.5, 1.0), "wide": (2.0, 0.9)}  # temperature, top_p
+INDEX = [0, 1, 1, 2, 2]  # prompts of different length, groups of different size
+PLACES = r".*language_model.*\.(q_proj|k_proj|v_proj|o_proj|gate_up_proj|down_proj)|lm_head"
+
+
+def shorten(inputs, grid):
+    "The same prompts, with only the first h*w tokens of the preview to sample."
+    h, w = grid
+    short = inputs.rows(list(range(len(inputs))))
+    short.grids = [grid]
+    short.decode_position_ids = inputs.decode_position_ids[..., : h * w]
+    return short
+
+
+@pytest.fixture(scope="module")
+def ar():
+    model = GlmImageForConditionalGeneration.from_pretrained(
+        FOLDER, subfolder="vision_language_encoder", dtype=torch.float32
+    )
+    return model.eval()
+
+
+@pytest.fixture(scope="module")
+def tuned(ar):
+    "The model with an adapter of random weights, also on the head."
+    model = get_peft_model(copy.deepcopy(ar), LoraConfig(r=4, target_modules=PLACES)).eval()
+    generator = torch.Generator().manual_seed(0)
+    for name, weight in model.named_parameters():
+        if "lora_" in name:
+            weight.data = torch.randn(weight.shape, generator=generator) * 0.05
+    return model
+
+
+@pytest.fixture(scope="module")
+def whole(ar):
+    processor = GlmImageProcessor.from_pretrained(FOLDER, subfolder="processor")
+    return prepare_prompts(processor, ar, PROMPTS, 128, 128)
+
+
+@pytest.fixture(scope="module")
+def inputs(whole):
+    "24 tokens to sample for three prompts."
+    assert len(set(whole.attention_mask.sum(1).tolist())) == 3
+    return shorten(whole, (3, 8))
+
+
+@pytest.fixture(scope="module")
+def uniforms(inputs):
+    return named_uniforms([f"sample {i}" for i in range(len(INDEX))], inputs.num_tokens)
+
+
+@pytest.fixture(scope="module", params=list(SETTINGS))
+def sampled(request, ar, inputs, uniforms):
+    "(temperature, top_p, token_ids, kept)"
+    temperature, top_p = SETTINGS[request.param]
+    return temperature, top_p, *sample_tokens(ar, inputs, INDEX, uniforms, temperature, top_p)
+
+
+@pytest.fixture(scope="module")
+def K(ar):
+    return ar.config.vq_config.num_embeddings
+
+
+def full_logits(model, inputs, index, token_ids, K):
+    "The model's own logits [N, T, K] of each decision, with gradients where enabled."
+    rows, T = inputs.rows(index), inputs.num_tokens
+    out = model(
+        input_ids=torch.cat((rows.input_ids, token_ids), 1),
+        attention_mask=F.pad(rows.attention_mask, (0, T), value=1),
+        position_ids=torch.cat((rows.position_ids, rows.decode_position_ids), 2),
+    )
+    L = rows.input_ids.shape[1]
+    return out.logits[:, L - 1 : -1, :K]
+
+
+def naive_logprobs(logits, token_ids, temperature, kept):
+    "Plain masked log-softmax, and the log-prob of each token."
+    logits = logits / temperature
+    if kept is not None:
+        logits = logits.masked_fill(~unpack_kept(kept, logits.shape[-1]), -torch.inf)
+    return logits.log_softmax(-1).gather(2, token_ids[..., None])[..., 0]
+
+
+def some_logits():
+    "[64, 1024], from flat to peaked."
+    logits = torch.randn(64, 1024, generator=torch.Generator().manual_seed(0))
+    return logits * torch.linspace(0.1, 6, 64)[:, None]
+
+
+# ---- one decision
+
+
+@pytest.mark.parametrize("top_p", (0.01, 0.5, 0.75, 0.9, 0.999))
+def test_nucleus_is_that_of_transformers(top_p):
+    logits = some_logits()
+    kept = nucleus(logits, top_p)
+    assert torch.equal(kept, TopPLogitsWarper(top_p)(None, logits).isfinite())
+    probabilities = logits.softmax(-1)
+    likelier = (kept[:, :, None] & ~kept[:, None, :])[::16]  # kept i, dropped j
+    assert (probabilities[::16, :, None] >= probabilities[::16, None, :])[likelier].all()
+    assert ((probabilities * kept).sum(-1) >= top_p - 1e-5).all()
+
+
+@pytest.mark.parametrize("top_p", (0.5, 0.9))
+def test_of_tied_tokens_the_first_are_dropped(top_p):
+    kept = nucleus(torch.zeros(1, 10), top_p)[0].tolist()
+    number = round(10 * top_p)
+    assert kept == [False] * (10 - number) + [True] * number
+    ties = (some_logits() * 2).round() / 2
+    values, order = ties.sort(dim=-1, stable=True)
+    dropped = values.softmax(-1).cumsum(-1) <= 1 - top_p
+    assert torch.equal(nucleus(ties, top_p), ~dropped.scatter(-1, order, dropped))
+
+
+@pytest.mark.parametrize("num_tokens", (1, 7, 8, 9, 1001, 1024))
+def test_packing(num_tokens):
+    kept = some_logits()[:, :num_tokens].view(4, 16, -1) > 0.5
+    packed = pack_kept(kept)
+    assert packed.dtype == torch.uint8 and packed.shape == (4, 16, -(-num_tokens // 8))
+    assert torch.equal(unpack_kept(packed, num_tokens), kept)
+    weights = 2 ** torch.arange(8)
+    first_byte = F.pad(kept, (0, 8))[..., :8].long() @ weights  # the first token in the lowest bit
+    assert torch.equal(packed[..., 0].long(), first_byte)
+
+
+@pytest.mark.parametrize("top_p", (1.0, 0.75))
+def test_shares_are_probabilities(top_p):
+    logits = some_logits()[20:21]
+    u = (torch.arange(10_000) + 0.5) / 10_000
+    token_ids, kept = sample_token_ids(logits.expand(10_000, -1), u, top_p)
+    probabilities = logits[0].softmax(0)
+    if top_p < 1:
+        probabilities = probabilities * kept[0]
+        probabilities /= probabilities.sum()
+    share = token_ids.bincount(minlength=1024) / 10_000
+    assert (share - probabilities).abs().max() < 2e-4 and (share > 0).sum() > 50
+
+
+@pytest.mark.parametrize("edge", (0.0, 1 - 2**-24))
+def test_edges_hit_kept_tokens_only(edge):
+    token_ids, kept = sample_token_ids(some_logits(), torch.full((64,), edge), 0.75)
+    assert kept.gather(1, token_ids[:, None]).all()
+
+
+# ---- the loop
+
+
+def test_settings_are_hot(ar, inputs, sampled, K):
+    "Else the tests below prove little."
+    temperature, top_p, token_ids, kept = sampled
+    with torch.no_grad():
+        logprobs = score_tokens(ar, inputs, INDEX, token_ids, temperature, kept)
+    assert logprobs.mean() < -0.5
+    if top_p < 1:
+        sizes = unpack_kept(kept, K).sum(-1)
+        assert sizes.float().mean() > 20 and (sizes > 1).float().mean() > 0.5
+    else:
+        assert kept is None
+
+
+@pytest.mark.parametrize("fixed", (False, True))
+def test_loop_gives_the_models_logits(ar, tuned, inputs, sampled, K, fixed):
+    token_ids = sampled[2]
+    found = {}
+    for name, model in {"plain": ar, "tuned": tuned}.items():
+        with torch.no_grad():
+            loop, steps = SamplingLoop(model, inputs, torch.tensor(INDEX), fixed), []
+            for ids in token_ids.T:
+                steps.append(loop.logits())
+                loop.advance(ids)
+            found[name] = torch.stack(steps, 1)
+            expected = full_logits(model, inputs, INDEX, token_ids, K)
+        assert torch.allclose(found[name], expected, atol=1e-3)
+    assert (found["plain"] - found["tuned"]).abs().max() > 0.1
+
+
+def test_tokens_are_those_of_the_models_logits(ar, inputs, uniforms, sampled, K):
+    "Inverse CDF and kept sets, recomputed from one forward pass over what was sampled."
+    temperature, top_p, token_ids, kept = sampled
+    with torch.no_grad():
+        logits = full_logits(ar, inputs, INDEX, token_ids, K) / temperature
+    again, own_kept = sample_token_ids(logits.flatten(0, 1), uniforms.flatten(), top_p)
+    assert torch.equal(again.view(token_ids.shape), token_ids)
+    if top_p < 1:  # last bits of the logits may move one token at the border of a set
+        different = own_kept.view(*token_ids.shape, K) != unpack_kept(kept, K)
+        assert different.sum(-1).max() <= 1 and different.float().mean() < 1e-4
+
+
+@pytest.mark.parametrize("setting", list(SETTINGS))
+def test_shares_of_the_first_and_second_token(ar, whole, K, setting):
+    temperature, top_p = SETTINGS[setting]
+    N = 1000
+    two = shorten(whole.rows([1]), (1, 2))
+    even = (torch.arange(N) + 0.5) / N
+    columns = torch.full((N,), 0.3), even
+    for decision, uniforms in enumerate((columns[::-1], columns)):  # even on one, 0.3 on the other
+        numbers = torch.stack(uniforms, 1)
+        token_ids, kept = sample_tokens(ar, two, [0] * N, numbers, temperature, top_p)
+        with torch.no_grad():
+            logits = full_logits(ar, two, [0], token_ids[:1], K)[0, decision]
+        probabilities = (logits / temperature).softmax(-1)
+        if kept is not None:
+            probabilities *= unpack_kept(kept[0, decision], K)
+            probabilities /= probabilities.sum()
+        share = token_ids[:, decision].bincount(minlength=K) / N
+        assert (share - probabilities).abs().max() < 2e-3 and (share > 0).sum() > 10
+
+
+def test_sampled_tokens_are_kept(sampled, K):
+    _, _, token_ids, kept = sampled
+    assert token_ids.min() >= 0 and token_ids.max() < K
+    if kept is not None:
+        assert unpack_kept(kept, K).gather(2, token_ids[..., None]).all()
+
+
+def test_forbidden_outputs_change_nothing(ar, inputs, uniforms, sampled, K):
+    "Neither sampling nor scoring sees outputs that are no image token, however likely they are."
+    temperature, top_p, token_ids, kept = sampled
+    tempting = copy.deepcopy(ar)
+    with torch.no_grad():
+        tempting.lm_head.weight[K:] = 10 * ar.lm_head.weight[:8]
+        old = score_tokens(ar, inputs, INDEX, token_ids, temperature, kept)
+        new = score_tokens(tempting, inputs, INDEX, token_ids, temperature, kept)
+        rows = inputs.rows(INDEX)
+        hidden = tempting.model.language_model(
+            input_ids=rows.input_ids,
+            attention_mask=rows.attention_mask,
+            position_ids=rows.position_ids,
+        ).last_hidden_state[:, -1]
+        leak = tempting.lm_head(hidden).softmax(-1)[:, K:].sum(-1)
+    assert leak.max() > 0.5
+    again = sample_tokens(tempting, inputs, INDEX, uniforms, temperature, top_p)
+    assert torch.equal(again[0], token_ids) and torch.equal(new, old)
+    assert kept is None or torch.equal(again[1], kept)
+
+
+def test_fixed_shapes_give_the_same(ar, inputs, uniforms, sampled):
+    temperature, top_p, token_ids, kept = sampled
+    fixed = sample_tokens(ar, inputs, INDEX, uniforms, temperature, top_p, fixed_shapes=True)
+    assert torch.equal(fixed[0], token_ids)
+    assert kept is None or torch.equal(fixed[1], kept)
+
+
+def test_samples_do_not_see_their_batch(ar, inputs, uniforms, sampled):
+    "Other order, other companions; alone there is no padding, and no bias in attention."
+    temperature, top_p, token_ids, _ = sampled
+    order = [4, 0, 2]
+    index = [INDEX[i] for i in order]
+    other, kept = sample_tokens(ar, inputs, index, uniforms[order], temperature, top_p, keep=False)
+    assert torch.equal(other, token_ids[order]) and kept is None
+    longest = inputs.rows([2])
+    assert longest.attention_mask.all()
+    alone, _ = sample_tokens(ar, longest, [0], uniforms[3:4], temperature, top_p)
+    assert torch.equal(alone, token_ids[3:4])
+
+
+def test_no_state_is_read_or_changed(ar, inputs, uniforms, sampled):
+    temperature, top_p, token_ids, _ = sampled
+    model = copy.deepcopy(ar)
+    model.model._cached_decode_position_ids = torch.zeros(1, 3, 5)  # left over from elsewhere
+    model.model.rope_deltas, model.model._prefill_len = torch.ones(1, 1), 3
+    state, training = torch.get_rng_state(), [module.training for module in model.modules()]
+    again, kept = sample_tokens(model, inputs, INDEX, uniforms, temperature, top_p)
+    score_tokens(model, inputs, INDEX, again, temperature, kept)
+    assert torch.equal(again, token_ids) and torch.equal(state, torch.get_rng_state())
+    assert training == [module.training for module in model.modules()]
+    assert model.model._prefill_len == 3 and model.model.rope_deltas.tolist() == [[1]]
+
+
+def test_adapter_merged_called_and_off(ar, tuned, inputs, uniforms, sampled):
+    temperature, top_p, token_ids, kept = sampled
+    layers = [language_model_parts(model)[1].layers[0] for model in (tuned, ar)]
+    x = torch.randn(
+        5, ar.config.text_config.hidden_size, generator=torch.Generator().manual_seed(0)
+    )
+    with torch.no_grad():
+        merged = LayerProducts.of(layers[0], True).qkv(x)
+        assert torch.allclose(merged, LayerProducts.of(layers[0], False).qkv(x), atol=1e-4)
+        plain = LayerProducts.of(layers[1], True).qkv(x)
+        assert (merged - plain).abs().max() > 0.01
+        with_adapter, _ = sample_tokens(tuned, inputs, INDEX, uniforms, temperature, top_p)
+        with tuned.disable_adapter():
+            assert torch.equal(LayerProducts.of(layers[0], True).qkv(x), plain)
+            without = sample_tokens(tuned, inputs, INDEX, uniforms, temperature, top_p)
+            reference = score_tokens(tuned, inputs, INDEX, token_ids, temperature, kept)
+        old = score_tokens(ar, inputs, INDEX, token_ids, temperature, kept)
+    assert torch.equal(without[0], token_ids) and torch.equal(reference, old)
+    assert kept is None or torch.equal(without[1], kept)
+    assert (with_adapter != token_ids).any()
+
+
+@pytest.mark.parametrize("fixed", (False, True))
+def test_cache_shows_what_is_filled(ar, inputs, fixed):
+    index = torch.tensor(INDEX)
+    with torch.no_grad():
+        _, prefilled = prefill(ar.model.language_model, inputs)
+    counter = StepCounter(fixed, "cpu")
+    tensor = counter.step
+    cache = KVCache(prefilled, inputs, index, counter)
+    L = inputs.input_ids.shape[1]
+    for step in range(3):
+        cache.open_column()
+        new = torch.full_like(cache.layers[0][0][:, :, 0], step + 1.0)
+        keys, values, bias = cache.write(0, new, -new)
+        assert torch.equal(keys[:, :, L + step], new) and torch.equal(values[:, :, L + step], -new)
+        seen = bias[:, 0, 0] == 0
+        assert torch.equal(seen[:, :L], inputs.attention_mask[index].bool())
+        assert seen[:, L : L + step + 1].all() and not seen[:, L + step + 1 :].any()
+        counter.advance()
+    assert torch.equal(keys[:, :, :L], prefilled[0][0][index])
+    assert (counter.step is tensor) == fixed  # a CUDA graph reads the same memory each time
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"temperature": 0}, "temperature is 0, but must be above 0"),
+        ({"temperature": -1.0}, "temperature is -1.0, but must be above 0"),
+        ({"temperature": float("nan")}, "temperature is nan, but must be above 0"),
+        ({"top_p": 0.0}, "top_p is 0.0, but must be above 0 and at most 1"),
+        ({"top_p": 1.5}, "top_p is 1.5, but must be above 0 and at most 1"),
+    ],
+)
+def test_refused_options(ar, inputs, uniforms, options, message):
+    with pytest.raises(UserError) as error:
+        sample_tokens(ar, inputs, INDEX, uniforms, **options)
+    assert str(error.value).startswith(message)
+
+
+def test_refused_numbers(ar, inputs, uniforms):
+    with pytest.raises(ValueError, match=r"uniforms must be \[5, 24\], not \[5, 23\]"):
+        sample_tokens(ar, inputs, INDEX, uniforms[:, 1:])
+    with pytest.raises(ValueError, match=r"uniforms must be \[4, 24\], not \[5, 24\]"):
+        sample_tokens(ar, inputs, INDEX[1:], uniforms)
+
+
+# ---- scoring
+
+
+def test_scores_are_the_naive_log_softmax(ar, inputs, sampled, K):
+    temperature, _, token_ids, kept = sampled
+    with torch.no_grad():
+        logprobs, entropy = score_tokens(
+            ar, inputs, INDEX, token_ids, temperature, kept, chunk=7, return_entropy=True
+        )
+        logits = full_logits(ar, inputs, INDEX, token_ids, K)
+    expected = naive_logprobs(logits, token_ids, temperature, kept)
+    assert logprobs.dtype == torch.float32 and torch.allclose(logprobs, expected, atol=1e-4)
+    logits = logits / temperature
+    if kept is not None:
+        logits = logits.masked_fill(~unpack_kept(kept, K), -torch.inf)
+    every = torch.distributions.Categorical(logits=logits.clamp(min=-1e30))
+    assert torch.allclose(entropy, every.entropy(), atol=1e-3)
+
+
+def test_gradients_are_those_of_the_naive_way(ar, inputs, sampled, K):
+    temperature, _, token_ids, kept = sampled
+    weights = torch.linspace(-1, 2, token_ids.numel()).view(token_ids.shape)  # as advantages
+
+    def gradient(logprobs):
+        ar.zero_grad()
+        (logprobs * weights).mean().backward()
+        found = [p.grad.flatten() for p in ar.parameters() if p.grad is not None]
+        ar.zero_grad()
+        return torch.cat(found)
+
+    logits = full_logits(ar, inputs, INDEX, token_ids, K)
+    expected = gradient(naive_logprobs(logits, token_ids, temperature, kept))
+    assert expected.abs().max() > 1e-2
+    for chunk in (7, 128):
+        logprobs = score_tokens(ar, inputs, INDEX, token_ids, temperature, kept, chunk=chunk)
+        assert torch.allclose(gradient(logprobs), expected, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+@pytest.mark.parametrize("size", (1, 2, 5))
+def test_ratio_is_one_in_the_same_micro_batches(ar, inputs, sampled, dtype, size):
+    temperature, _, token_ids, kept = sampled
+    model = copy.deepcopy(ar).to(dtype)
+    for rows in torch.arange(len(INDEX)).split(size):
+        args = [model, inputs, torch.tensor(INDEX)[rows], token_ids[rows], temperature]
+        args.append(None if kept is None else kept[rows])
+        with torch.no_grad():
+            old = score_tokens(*args)
+        new = score_tokens(*args)
+        assert new.requires_grad and new.dtype == torch.float32 and new.mean() < -0.3
+        assert torch.equal((new - old).exp(), torch.ones_like(old))
+
+
+def test_outside_the_kept_set_it_is_minus_infinity(ar, inputs, uniforms, K):
+    temperature, top_p = SETTINGS["wide"]
+    token_ids, kept = sample_tokens(ar, inputs, INDEX, uniforms, temperature, top_p)
+    others = kept.roll(1, 0)
+    inside = unpack_kept(others, K).gather(2, token_ids[..., None])[..., 0]
+    with torch.no_grad():
+        logprobs = score_tokens(ar, inputs, INDEX, token_ids, temperature, others)
+    assert torch.equal(logprobs.isfinite(), inside) and inside.any() and not inside.all()
+    assert (logprobs[~inside] == -torch.inf).all()

@@ -1,0 +1,844 @@
+"""What must hold for the trainer, on the toy painter: no transformers, no diffusers, seconds."""
+
+import json
+import random
+import signal
+import threading
+import warnings
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from glm_grpo.data.basics import UserError, refusal
+from glm_grpo.data.loader import make_dataloader
+from glm_grpo.maths.advantages import gdpo_advantages
+from glm_grpo.maths.loss import LOSS_TYPES
+from glm_grpo.rewards.weighted import WeightedReward
+from glm_grpo.training.callbacks import Callback
+from glm_grpo.training.metrics import NotFinite
+from glm_grpo.training.ranks import Ranks
+from glm_grpo.training.toy import ICONS, ToyPainter, ToyStudio, TokenTable, icon_images, nearness
+from glm_grpo.training.trainer import MinimalGRPOTrainer
+
+PROMPTS = list(ICONS)
+TARGETS = icon_images(PROMPTS)
+BATCH = {"prompts": PROMPTS, "target_images": TARGETS}
+
+
+def toy_trainer(batches=None, reward=nearness, model=None, **changes):
+    options = {"group_size": 8, "learning_rate": 0.3, "lr_scheduler": "constant"} | changes
+    return MinimalGRPOTrainer(model or ToyPainter(PROMPTS), batches or [BATCH], reward, **options)
+
+
+def studio_trainer(reward=nearness, **changes):
+    return toy_trainer(reward=reward, model=ToyStudio(PROMPTS), **changes)
+
+
+def table(trainer):
+    return trainer.policies["ar"].table
+
+
+def perturb(trainer, size=0.3):
+    "Move the weights, so that ratios leave 1."
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for weight in trainer.model.weights():
+            weight += size * torch.randn(weight.shape, generator=generator)
+
+
+def keep_gradients(trainer):
+    "The optimizer's steps note the gradients of all policies and move nothing."
+    found = []
+
+    def note():
+        found.append([weight.grad.clone() for weight in trainer.model.weights()])
+
+    trainer.optimizer.step = note
+    return found
+
+
+def difference(a, b):
+    return ((a - b).norm() / b.norm()).item()
+
+
+def heart_is_flat(images, prompts):
+    "The first prompt's rewards are all equal."
+    hearts = torch.tensor([prompt == "a red heart" for prompt in prompts])
+    return torch.where(hearts, torch.tensor(0.5), images[:, 0].mean((1, 2)))
+
+
+def constant(images):
+    return torch.full((len(images),), 0.1)
+
+
+def blueness(images):
+    return images[:, 2].mean((1, 2)) - images[:, :2].mean((1, 2, 3))
+
+
+def narrowly_blue(images):
+    return blueness(images) / 20
+
+
+# ratio and gradient
+
+
+@pytest.mark.parametrize("size", [1, 3, 7, None])
+def test_every_ratio_is_1_before_the_first_update(size):
+    (line,) = studio_trainer(micro_batch_size=size).train(1)
+    for name in ("ar", "dit"):
+        assert abs(line[f"{name}/ratio_mean"] - 1) < 1e-6
+        assert line[f"{name}/ratio_std"] < 1e-6 and line[f"{name}/old_new_gap"] < 1e-6
+        assert line[f"{name}/clip_fraction"] == 0
+    assert line["ar/entropy"] > 1  # the tokens are not certain
+
+
+def test_one_wrong_decision_shows_in_the_gap():
+    "It is the maximum over all decisions of the first optimizer step, not a mean."
+    trainer = toy_trainer(micro_batch_size=5, updates_per_rollout=2, learning_rate=1e-9)
+    experience = trainer.collect(BATCH)
+    samples = experience.samples["ar"]
+    wrong = samples.old_logprobs.clone()
+    wrong[13, 7] += 0.5
+    experience.samples["ar"] = replace(samples, old_logprobs=wrong)
+    line = trainer.learn(experience)
+    assert line["old_new_gap"] == pytest.approx(0.5, abs=1e-5)
+    assert experience.gaps[0]["ar"][7] == pytest.approx(0.5 / 32, abs=1e-5)
+    assert experience.gaps[0]["ar"].count_nonzero() == 1
+
+
+def test_the_gap_is_that_of_the_first_optimizer_step():
+    trainer = toy_trainer(updates_per_rollout=3, mini_batches=2)
+    trainer.train(2)
+    gaps = trainer.last_experience.gaps
+    assert len(gaps) == 6 and gaps[0]["ar"].eq(0).all()
+    assert gaps[-1]["ar"].mean() > gaps[1]["ar"].mean() > 0
+    assert trainer.train(1)[0]["old_new_gap"] == 0
+
+
+def rollout_gradient(size, **changes):
+    "Gradient and metrics of an update whose ratios are not 1."
+    trainer = studio_trainer(micro_batch_size=size, beta=0.1, max_grad_norm=1e9, **changes)
+    found, experience = keep_gradients(trainer), trainer.collect(BATCH)
+    perturb(trainer)
+    line = trainer.learn(experience)
+    return found[0], line
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_the_gradient_does_not_depend_on_the_micro_batch(loss_type, level):
+    changes = {"loss_type": loss_type, "importance_sampling_level": level}
+    whole, whole_line = rollout_gradient(None, **changes)
+    for size in (1, 5, 12):
+        pieces, line = rollout_gradient(size, **changes)
+        assert max(map(difference, pieces, whole)) < 1e-5
+        for k in ("loss", "ratio_mean", "ratio_std", "kl", "grad_norm", "old_new_gap"):
+            assert line[f"ar/{k}"] == pytest.approx(whole_line[f"ar/{k}"], abs=1e-5)
+    assert whole_line["ar/kl"] > 0 and whole_line["ar/old_new_gap"] > 0.1
+
+
+def test_a_long_gradient_is_shortened_as_a_whole():
+    trainer = toy_trainer(micro_batch_size=5, max_grad_norm=0.01)
+    found = keep_gradients(trainer)
+    line = trainer.train_step(BATCH)
+    assert found[0][0].norm() == pytest.approx(0.01, rel=1e-3)
+    assert line["grad_norm"] > 0.02  # before it was shortened
+
+
+def test_credit_for_some_decisions_moves_only_those():
+    trainer = toy_trainer(micro_batch_size=3)
+    experience = trainer.collect(BATCH)
+    samples = experience.samples["ar"]
+    credit = torch.zeros(32, 25)
+    credit[:, 10:15] = samples.advantages[:, None]
+    experience.samples["ar"] = samples.with_advantages(credit, samples.counted)
+    trainer.learn(experience)
+    moved = table(trainer).detach().abs().amax((0, 2)) > 0
+    assert moved.nonzero().flatten().tolist() == [10, 11, 12, 13, 14]
+
+
+def test_an_update_reads_numbers_from_the_device_once(monkeypatch):
+    trainer, readings = toy_trainer(micro_batch_size=1), []
+    experience = trainer.collect(BATCH)
+    keep_gradients(trainer)
+    (minibatch,) = trainer.minibatches(experience)
+    trainer.last_experience = experience
+    for name in ("tolist", "item"):
+        original = getattr(torch.Tensor, name)
+
+        def noted(tensor, name=name, original=original):
+            readings.append(name)
+            return original(tensor)
+
+        monkeypatch.setattr(torch.Tensor, name, noted)
+    trainer.update(minibatch)
+    assert readings == ["tolist"]
+
+
+# groups that teach nothing
+
+
+def test_equal_rewards_move_nothing():
+    "Not even through AdamW's memory of earlier steps."
+    trainer = toy_trainer()
+    trainer.train(3)
+    before = table(trainer).detach().clone()
+    trainer.collector.rewards, trainer.collector.different = {"ar": constant}, [constant]
+    (line,) = trainer.train(1)
+    assert torch.equal(table(trainer), before)
+    assert line["equal_groups"] == 1 and line["grad_norm"] == 0 == line["skipped"]
+
+
+def test_an_equal_group_among_others_gets_no_gradient():
+    trainer = toy_trainer(reward=heart_is_flat)
+    (line,) = trainer.train(1)
+    assert line["equal_groups"] == 0.25
+    assert not table(trainer)[0].any() and table(trainer)[1:].any(2).any(1).all()
+
+
+def first_gradients(**changes):
+    trainer = toy_trainer(reward=heart_is_flat, max_grad_norm=1e9, **changes)
+    found = keep_gradients(trainer)
+    line = trainer.train_step(BATCH)
+    return torch.stack([gradients[0] for gradients in found]), line
+
+
+def test_equal_drop_takes_the_mean_over_the_other_groups():
+    (kept, keep), (dropped, drop) = first_gradients(), first_gradients(equal="drop")
+    assert kept.any() and torch.allclose(dropped, 4 / 3 * kept, atol=1e-9)
+    assert keep["equal_groups"] == drop["equal_groups"] == 0.25
+    in_pieces, _ = first_gradients(equal="drop", micro_batch_size=3)
+    assert torch.allclose(in_pieces, dropped, atol=1e-8)
+
+
+def test_the_reference_does_not_pull_at_a_dropped_group():
+    def second_gradient(equal):
+        trainer = toy_trainer(reward=heart_is_flat, beta=0.5, equal=equal)
+        experience = trainer.collect(BATCH)
+        perturb(trainer)
+        found = keep_gradients(trainer)
+        trainer.learn(experience)
+        return found[0][0]
+
+    assert not second_gradient("drop")[0].any() and second_gradient("drop")[1].any()
+    assert second_gradient("keep")[0].any()
+
+
+def test_where_all_groups_are_dropped_nothing_moves():
+    trainer = toy_trainer(reward=constant, equal="drop", beta=0.5)
+    perturb(trainer)
+    before = table(trainer).detach().clone()
+    (line,) = trainer.train(1)
+    assert line["grad_norm"] == 0 and torch.equal(table(trainer), before)
+
+
+def test_micro_batches_of_equal_groups_are_not_scored_again(monkeypatch):
+    score = TokenTable.score
+
+    def scored_again(size):
+        trainer, sizes = toy_trainer(reward=heart_is_flat, micro_batch_size=size), []
+        experience = trainer.collect(BATCH)
+        with monkeypatch.context() as patch:
+
+            def noted(policy, samples):
+                sizes.append(len(samples))
+                return score(policy, samples)
+
+            patch.setattr(TokenTable, "score", noted)
+            trainer.learn(experience)
+        return sum(sizes), table(trainer).detach()
+
+    (all_rows, whole), (fewer, pieces) = scored_again(None), scored_again(8)
+    assert (all_rows, fewer) == (32, 24) and torch.allclose(whole, pieces, atol=1e-6)
+
+
+# the KL to the reference
+
+
+def test_the_kl_is_zero_at_first_and_holds_back_later():
+    options = {"dit_learning_rate": 0.01}
+    leashes = {b: studio_trainer(beta=b, **options).train(15) for b in (0.01, 1.0)}
+    for name in ("ar", "dit"):
+        loose, tight = (lines[-1][f"{name}/kl"] for lines in leashes.values())
+        assert all(lines[0][f"{name}/kl"] == 0 for lines in leashes.values())
+        assert 0 < tight < loose / 2
+
+
+def test_the_kl_pulls_back_to_the_reference():
+    trainer = toy_trainer(reward=constant, beta=0.5, max_grad_norm=1e9)
+    perturb(trainer, size=1.0)
+    found = keep_gradients(trainer)
+    line = trainer.train_step(BATCH)
+    (gradient,) = found[0]
+    away = table(trainer).detach().log_softmax(-1)  # the reference's logits are all equal
+    away = away - away.mean(-1, keepdim=True)
+    assert line["kl"] > 0.1 and (gradient * away).sum() > 0.3 * gradient.norm() * away.norm()
+
+
+# several updates, mini-batches, schedule
+
+
+def test_with_several_updates_ratios_leave_1_and_the_clip_works():
+    lines = {n: toy_trainer(updates_per_rollout=n, learning_rate=0.1).train(12) for n in (1, 4)}
+    assert max(line["ratio_std"] for line in lines[1]) < 1e-6
+    assert lines[4][3]["ratio_std"] > 0.01 and lines[4][3]["clip_fraction"] > 0
+    assert lines[4][-1]["reward_mean"] > lines[1][-1]["reward_mean"]
+
+
+def global_state():
+    return torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()
+
+
+def test_the_same_seed_gives_the_same_run_and_no_global_state_is_touched():
+    def losses(**changes):
+        return [line["loss"] for line in toy_trainer(mini_batches=3, **changes).train(4)]
+
+    first = losses()
+    torch.manual_seed(123)
+    random.seed(5)
+    np.random.seed(7)
+    state = global_state()
+    again = losses()
+    assert again == first and global_state() == state and any(first)
+    assert losses(seed=1) != first
+
+
+def test_each_mini_batch_is_a_step_of_its_own():
+    (line,) = toy_trainer(mini_batches=3).train(1)
+    assert line["ratio_std"] > 1e-3
+    trainer = toy_trainer(mini_batches=100)
+    found = keep_gradients(trainer)
+    trainer.train_step(BATCH)
+    assert len(found) == 32  # at most as many as samples
+
+
+def test_mini_batches_follow_from_seed_step_and_pass():
+    experience = toy_trainer().collect(BATCH)
+
+    def dealt(seed, step):
+        "Which samples the first mini-batch of each of two passes holds."
+        trainer = toy_trainer(mini_batches=2, updates_per_rollout=2, seed=seed)
+        trainer.step = step
+        batches = list(trainer.minibatches(experience))
+        first = [batches[i]["ar"].samples.rollout.token_ids for i in (0, 2)]
+        return [str(ids.tolist()) for ids in first]
+
+    assert dealt(0, 0) == dealt(0, 0)
+    assert len({*dealt(0, 0), *dealt(0, 1), *dealt(1, 0)}) == 6
+
+
+def test_the_learning_rate_warms_up_and_falls():
+    warm = [line["learning_rate"] for line in toy_trainer(warmup_steps=2).train(4)]
+    assert warm == pytest.approx([0.1, 0.2, 0.3, 0.3])
+    falling = [line["learning_rate"] for line in toy_trainer(lr_scheduler="linear").train(4)]
+    assert falling == pytest.approx([0.3, 0.225, 0.15, 0.075])
+
+
+# rewards
+
+
+def test_parts_of_a_weighted_sum_are_in_the_line():
+    mixed = WeightedReward({"near": nearness, "blue": blueness}, {"near": 1.0, "blue": 0.1})
+    (line,) = toy_trainer(reward=mixed).train(1)
+    weighted = line["reward/near_weighted"] + line["reward/blue_weighted"]
+    assert weighted == pytest.approx(line["reward_mean"], abs=1e-6)
+    assert line["reward/blue_weighted"] == pytest.approx(0.1 * line["reward/blue"], abs=1e-6)
+
+
+def test_normalised_parts_reach_the_advantages():
+    weights = {"near": 1.0, "blue": 1.0}
+    narrow = WeightedReward({"near": nearness, "blue": narrowly_blue}, weights)
+    trainer = toy_trainer(reward=narrow, normalise="group")
+    experience = trainer.collect(BATCH)
+    images = experience.rollout.image_tensors
+    parts = {"near": nearness(images, TARGETS.repeat_interleave(8, 0)), "blue": blueness(images)}
+    expected = gdpo_advantages(parts, weights, 8)
+    assert torch.allclose(experience.samples["ar"].advantages, expected, atol=1e-3)
+    # in the plain sum the narrow part is drowned
+    ways = {how: toy_trainer(reward=narrow, normalise=how).train(30) for how in ("none", "group")}
+    assert ways["group"][-1]["reward/blue"] > 3 * abs(ways["none"][-1]["reward/blue"])
+
+
+def test_each_policy_can_have_its_own_reward():
+    own = {
+        "ar": WeightedReward({"flat": constant}, {"flat": 1.0}),
+        "dit": WeightedReward({"blue": blueness}, {"blue": 2.0}),
+    }
+    trainer = studio_trainer(reward=own)
+    before = [weight.detach().clone() for weight in trainer.model.weights()]
+    (line,) = trainer.train(1)
+    moved = [not torch.equal(a, b) for a, b in zip(before, trainer.model.weights())]
+    assert moved == [False, True]  # the tokens' reward is constant
+    assert line["ar/reward/flat"] == pytest.approx(0.1) and "reward/blue" not in line
+    assert line["dit/reward/blue_weighted"] == pytest.approx(line["dit/reward_mean"], abs=1e-6)
+    assert line["reward_mean"] == pytest.approx(0.1 + line["dit/reward_mean"], abs=1e-6)
+    assert line["ar/equal_groups"] == 1 and line["dit/equal_groups"] == 0
+
+
+def test_two_policies_have_no_average():
+    (line,) = studio_trainer(dit_learning_rate=0.01).train(1)
+    assert line["ar/learning_rate"] == 0.3 and line["dit/learning_rate"] == 0.01
+    assert line["ar/grad_norm"] != line["dit/grad_norm"]
+    alone = {"loss", "ratio_mean", "clip_fraction", "kl", "grad_norm", "entropy", "old_new_gap"}
+    assert not alone & line.keys() and {f"dit/{k}" for k in alone} <= line.keys()
+
+
+# numbers that are not finite
+
+
+class Broken(ToyPainter):
+    "Goes wrong in some calls of `score`: each step scores twice, to sample and to learn."
+
+    def __init__(self, bad, factor=float("inf")):
+        super().__init__(PROMPTS)
+        policy, self.calls = self.policies["ar"], 0
+        right = policy.score
+
+        def score(samples):
+            self.calls += 1
+            new = right(samples)
+            return new + (new - new.detach()) * factor if self.calls in bad else new
+
+        policy.score = score
+
+
+@pytest.mark.parametrize(
+    "factor", [float("inf"), 1e38]
+)  # the loss is NaN; only the gradient is inf
+def test_what_is_not_finite_does_not_reach_the_weights(factor):
+    trainer = toy_trainer(model=Broken({4}, factor), micro_batch_size=None)
+    trainer.train(1)
+    before = table(trainer).detach().clone()
+    (line,) = trainer.train(1)
+    assert line["skipped"] == 1 == trainer.bad_steps and torch.equal(table(trainer), before)
+    (line,) = trainer.train(1)
+    assert line["skipped"] == 0 == trainer.bad_steps and not torch.equal(table(trainer), before)
+
+
+@pytest.mark.parametrize(
+    ("loss", "norm", "finite", "moves"),
+    [
+        (float("nan"), 1.0, False, False),
+        (0.5, float("inf"), False, False),
+        (0.0, 0.0, True, False),  # AdamW's memory would move the weights
+        (0.5, 1.0, True, True),
+    ],
+)
+def test_the_weights_move_where_loss_and_gradient_are_finite(loss, norm, finite, moves):
+    trainer = studio_trainer()
+    for weight in trainer.model.weights():
+        weight.grad = torch.ones_like(weight)
+    good = {"loss": 0.0, "grad_norm": 0.0}
+    metrics = {"ar": good, "dit": {"loss": loss, "grad_norm": norm}}
+    assert trainer.step_if_finite(metrics) == finite
+    assert trainer.bad_steps == (not finite) and table(trainer).any() == moves
+
+
+def test_three_bad_steps_in_a_row_end_the_training():
+    model = Broken({2, 4, 6, 8})
+    trainer = toy_trainer(model=model, micro_batch_size=None)
+    with pytest.raises(NotFinite, match="Step 3.*3 times in a row.*learning rate"):
+        trainer.train(9)
+    assert not table(trainer).any() and model.calls == 6
+
+
+# stop, go on, interrupt
+
+
+def loader(batch_size=2):
+    items = []
+    for i, (prompt, target) in enumerate(zip(PROMPTS[:3], TARGETS)):
+        items.append({"prompt": prompt, "target": target, "index": i, "metadata": {}})
+    return make_dataloader(items, batch_size)
+
+
+@pytest.fixture(scope="module")
+def straight():
+    "Ten steps in one go."
+    trainer = toy_trainer(loader())
+    return trainer, trainer.train(10)
+
+
+@pytest.fixture(scope="module")
+def five(tmp_path_factory):
+    "A checkpoint after five steps."
+    path = tmp_path_factory.mktemp("checkpoints") / "five"
+    trainer = toy_trainer(loader())
+    trainer.train(5)
+    trainer.save_checkpoint(path)
+    return path
+
+
+def test_k_steps_and_k_steps_are_2k_steps(straight, five):
+    trainer = toy_trainer(loader())
+    trainer.load_checkpoint(five)
+    assert trainer.step == 5
+    losses = [line["loss"] for line in trainer.train(5)]
+    assert losses == [line["loss"] for line in straight[1][5:]]
+    assert torch.equal(table(trainer), table(straight[0]))
+    assert json.loads((five / "trainer.json").read_text())["data"]["batches"] == 5
+
+
+@pytest.mark.parametrize("what", ["AdamW's memory", "the place in the data", "the step"])
+def test_each_part_of_a_checkpoint_is_needed(straight, five, what):
+    trainer = toy_trainer(loader())
+    trainer.load_checkpoint(five)
+    if what == "AdamW's memory":
+        trainer.optimizer.adamw.state.clear()
+    if what == "the place in the data":
+        trainer.train_dataloader.sampler.batches = 0
+    if what == "the step":
+        trainer.step = 0
+    trainer.train(5)
+    assert (table(trainer) - table(straight[0])).abs().max() > 0.01
+
+
+def test_a_list_of_batches_goes_on_with_the_right_one(tmp_path):
+    batches = []
+    for prompt, target in zip(PROMPTS, TARGETS):
+        batches.append({"prompts": [prompt], "target_images": target[None]})
+    whole, half, resumed = (toy_trainer(batches) for _ in range(3))
+    whole.train(6)
+    half.train(3)
+    half.save_checkpoint(tmp_path / "three")
+    resumed.load_checkpoint(tmp_path / "three")
+    resumed.train(3)
+    assert torch.equal(table(whole), table(resumed)) and table(whole)[3].any()
+
+
+def test_both_policies_go_on(tmp_path):
+    options = {"updates_per_rollout": 2, "mini_batches": 2, "beta": 0.1}
+    whole, half, resumed = (studio_trainer(**options) for _ in range(3))
+    whole.train(4)
+    half.train(2)
+    half.save_checkpoint(tmp_path / "two")
+    resumed.load_checkpoint(tmp_path / "two")
+    resumed.train(2)
+    assert all(map(torch.equal, whole.model.weights(), resumed.model.weights()))
+
+
+class StopAt(Callback):
+    "Asks the trainer to stop after a step."
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, trainer, metrics, experience):
+        trainer.stop = trainer.step == self.step
+
+
+def test_a_falling_rate_goes_on(tmp_path):
+    whole, resumed = (toy_trainer(loader(), lr_scheduler="linear") for _ in range(2))
+    whole.train(10)
+    half = toy_trainer(loader(), lr_scheduler="linear", callbacks=[StopAt(5)])
+    half.train(10)
+    half.save_checkpoint(tmp_path / "five")
+    resumed.load_checkpoint(tmp_path / "five")
+    resumed.train(5)
+    assert torch.equal(table(whole), table(resumed))
+
+
+def test_stop_ends_after_the_running_step(straight):
+    trainer = toy_trainer(loader(), callbacks=[StopAt(6)])
+    assert len(trainer.train(10)) == 6 and trainer.step == 6
+    trainer.callbacks.clear()
+    trainer.train(4)
+    assert torch.equal(table(trainer), table(straight[0]))
+
+
+class Keep(Callback):
+    "Notes what it is called for."
+
+    def __init__(self, events, name="keep"):
+        self.events, self.name = events, name
+
+    def on_train_begin(self, trainer):
+        self.events.append((self.name, "begin"))
+
+    def on_step_end(self, trainer, metrics, experience):
+        assert experience is trainer.last_experience and metrics["step"] == trainer.step
+        self.events.append((self.name, trainer.step))
+
+    def on_train_end(self, trainer):
+        self.events.append((self.name, "end"))
+        if self.name == "fails":
+            raise OSError("the disk is full")
+
+
+@pytest.fixture
+def ctrl_c():
+    "A shell's background jobs start with Ctrl+C ignored."
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield lambda: signal.raise_signal(signal.SIGINT)
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.parametrize(("where", "done"), [("reward", 3), ("learning", 4)])
+def test_an_interrupt_leaves_a_whole_step(straight, ctrl_c, where, done, monkeypatch):
+    "In the fourth step: while sampling at once, while learning after the step and its log."
+    calls, events, score = [], [], TokenTable.score
+
+    def press(moment):
+        calls.append(moment)
+        if moment == where and calls.count(where) == 4:
+            ctrl_c()
+
+    def noted(policy, samples):
+        if samples.advantages is not None:
+            press("learning")
+        return score(policy, samples)
+
+    def reward(images, targets):
+        press("reward")
+        return nearness(images, targets)
+
+    monkeypatch.setattr(TokenTable, "score", noted)
+    trainer = toy_trainer(loader(), reward, micro_batch_size=None, callbacks=[Keep(events)])
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train(10)
+    assert trainer.step == done
+    assert events == [("keep", "begin"), *(("keep", i + 1) for i in range(done)), ("keep", "end")]
+    trainer.callbacks.clear()
+    trainer.train(10 - done)
+    assert torch.allclose(table(trainer), table(straight[0]), atol=1e-5)
+
+
+def test_each_callback_hears_of_the_end_whatever_goes_wrong_in_another():
+    events = []
+    callbacks = [Keep(events, "first"), Keep(events, "fails"), Keep(events, "last")]
+    with pytest.raises(OSError, match="the disk is full"):
+        toy_trainer(callbacks=callbacks).train(1)
+    assert events[-3:] == [("first", "end"), ("fails", "end"), ("last", "end")]
+    assert events[:2] == [("first", "begin"), ("fails", "begin")]
+
+
+def test_nothing_is_saved_in_the_middle_of_a_step(tmp_path):
+    "Between two optimizer steps on one rollout there is no state worth keeping."
+    trainer = toy_trainer(updates_per_rollout=2)
+    trainer.train(1)
+    accumulate, calls = trainer.accumulate, []
+
+    def fails_in_the_second(name, batch):
+        calls.append(name)
+        if len(calls) == 2:
+            raise OSError("the cable is out")
+        return accumulate(name, batch)
+
+    trainer.accumulate = fails_in_the_second
+    with pytest.raises(OSError):
+        trainer.train(1)
+    assert trainer.step == 1 and not trainer.whole
+    assert "middle of a step" in refusal(trainer.save_checkpoint, tmp_path / "half")
+    assert not list(tmp_path.iterdir())
+    trainer.accumulate = accumulate
+    trainer.train(1)
+    trainer.save_checkpoint(tmp_path / "whole")
+
+
+def test_a_checkpoint_that_does_not_fit_is_refused_before_anything_changes(five, tmp_path):
+    class Painter(ToyPainter):
+        name = "other-painter"
+
+    more = ToyPainter([*PROMPTS, "a moon"])
+    wrong = [
+        ("parameters: 400 in the checkpoint, 500 here", toy_trainer(loader(), model=more), five),
+        ("toy-painter in the checkpoint", toy_trainer(loader(), model=Painter(PROMPTS)), five),
+        ("i2i here", toy_trainer(loader(), mode="i2i"), five),
+        ("batch size 2, this run has 3", toy_trainer(loader(3)), five),
+        ("no whole checkpoint", toy_trainer(loader()), tmp_path / "six"),
+    ]
+    for message, trainer, path in wrong:
+        assert message in refusal(trainer.load_checkpoint, path)
+        assert not table(trainer).any() and trainer.step == 0
+
+
+def test_another_learning_rate_is_allowed_and_said(five):
+    trainer = toy_trainer(loader(), learning_rate=0.1)
+    with pytest.warns(UserWarning, match="learning_rate: 0.3 in the checkpoint, 0.1 here"):
+        trainer.load_checkpoint(five)
+    assert trainer.optimizer.learning_rates() == {"ar": 0.1}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        toy_trainer(loader()).load_checkpoint(five)
+
+
+def test_bad_steps_are_counted_across_a_checkpoint(tmp_path):
+    trainer, resumed = toy_trainer(), toy_trainer()
+    trainer.bad_steps = 2
+    trainer.save_checkpoint(tmp_path / "bad")
+    resumed.load_checkpoint(tmp_path / "bad")
+    assert resumed.bad_steps == 2
+
+
+# weights in bfloat16
+
+
+def bfloat_trainer(**changes):
+    model = ToyPainter(PROMPTS)
+    weight = model.policies["ar"].table
+    weight.data = torch.ones_like(weight, dtype=torch.bfloat16)
+    return toy_trainer(model=model, learning_rate=2e-4, **changes)
+
+
+def test_weights_in_bfloat16_learn_through_float32_copies(tmp_path):
+    first, second = bfloat_trainer(), bfloat_trainer()
+    first.train(10)
+    first.save_checkpoint(tmp_path / "bfloat")
+    first.train(10)
+    second.load_checkpoint(tmp_path / "bfloat")
+    second.train(10)
+    (master,), (other) = first.optimizer.masters, second.optimizer.masters[0]
+    assert table(first).dtype == torch.bfloat16 and (table(first) != 1).float().mean() > 0.05
+    assert torch.equal(master, other) and torch.equal(table(first), table(second))
+    assert torch.equal(master.bfloat16(), table(first))
+
+
+# ranks
+
+
+class ThreadRanks(Ranks):
+    "Ranks that are threads of this process."
+
+    def __init__(self, rank, world, meeting, desk):
+        super().__init__()
+        self.rank, self.world, self.first = rank, world, rank == 0
+        self.meeting, self.desk = meeting, desk
+
+    def gather(self, thing):
+        self.desk[self.rank] = thing
+        self.meeting.wait(20)
+        things = list(self.desk)
+        self.meeting.wait(20)
+        return things
+
+    @torch.no_grad()
+    def sum_gradients(self, parameters, loss):
+        tensors = [loss]
+        for weight in parameters:
+            if weight.grad is None:
+                weight.grad = torch.zeros_like(weight)
+            tensors.append(weight.grad)
+        of_ranks = self.gather([x.clone() for x in tensors])
+        for i, x in enumerate(tensors):
+            x.copy_(sum(own[i] for own in of_ranks))
+
+
+def on_ranks(world, work):
+    "What `work(ranks)` returns on each of several ranks, or the error that it raised."
+    meeting, desk, results = threading.Barrier(world), [None] * world, [None] * world
+
+    def run(rank):
+        try:
+            results[rank] = work(ThreadRanks(rank, world, meeting, desk))
+        except Exception as error:  # it is looked at by the test
+            results[rank] = error
+
+    threads = [threading.Thread(target=run, args=[rank]) for rank in range(world)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return results
+
+
+def run_of_rank(ranks, prompts, **changes):
+    "Gradients, lines and token ids of two steps, on a rank's share of the prompts."
+    share = len(prompts) // ranks.world
+    own = prompts[ranks.rank * share : (ranks.rank + 1) * share]
+    batch = {"prompts": own, "target_images": icon_images(own)}
+    trainer = MinimalGRPOTrainer(
+        ToyStudio(PROMPTS), [batch], nearness, group_size=2, ranks=ranks, **changes
+    )
+    found, lines = keep_gradients(trainer), []
+    for _ in range(2):
+        lines.append(trainer.train_step(batch))
+        perturb(trainer)
+    return found, lines, trainer.last_experience.rollout.token_ids
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"scale": "batch", "micro_batch_size": 3},
+        {"mini_batches": 3, "updates_per_rollout": 2},  # some rank has no sample in a mini-batch
+        {"equal": "drop", "beta": 0.2},
+    ],
+)
+@pytest.mark.parametrize("world", [2, 4])
+def test_ranks_give_the_gradients_of_one_process(world, changes):
+    "Also where a prompt comes twice in a step, once on each of two ranks."
+    prompts = [*PROMPTS[:3], PROMPTS[0]]
+    one, lines, ids = run_of_rank(Ranks(), prompts, **changes)
+    results = on_ranks(world, lambda ranks: run_of_rank(ranks, prompts, **changes))
+    assert torch.equal(torch.cat([result[2] for result in results]), ids)
+    assert len(ids.unique(dim=0)) == len(prompts) * 2  # no sample twice: two images of each
+    for gradients, rank_lines, _ in results:
+        assert len(gradients) == len(one) > 1
+        for there, here in zip(gradients, one):
+            assert max(map(difference, there, here)) < 1e-4
+        for there, here in zip(rank_lines, lines):
+            for k in ("loss", "reward_mean", "equal_groups", "grad_norm", "ratio_mean", "kl"):
+                assert there[f"ar/{k}"] == pytest.approx(here[f"ar/{k}"], rel=1e-3, abs=1e-5)
+            assert there["reward_std"] == pytest.approx(here["reward_std"], rel=1e-4)
+    perturbed = lines[1]["ar/old_new_gap"]
+    assert lines[0]["ar/old_new_gap"] == 0 and perturbed < 1e-6
+
+
+def test_who_is_asked_to_stop_stops_all():
+    def run(ranks):
+        callbacks = [StopAt(2)] if ranks.rank == 1 else []
+        return len(toy_trainer(ranks=ranks, callbacks=callbacks).train(5))
+
+    assert on_ranks(2, run) == [2, 2]
+
+
+def test_a_rank_that_fails_ends_all_with_its_reason():
+    def run(ranks):
+        def reward(images):
+            if ranks.rank == 1:
+                raise UserError("the paint is dry")
+            return constant(images)
+
+        return toy_trainer(reward=reward, ranks=ranks).train(1)
+
+    told, own = on_ranks(2, run)
+    assert isinstance(told, UserError) and "rank 1 failed" in str(told)
+    assert "the paint is dry" in str(told) and str(own) == "the paint is dry"
+
+
+# the public interface
+
+
+def test_generate_samples_is_for_looking():
+    trainer = studio_trainer(pictures_per_sample=3)
+    images, old_logprobs, token_ids = trainer.generate_samples(PROMPTS[:2])
+    assert images.shape == (48, 3, 30, 30) and token_ids.shape == (48, 25)
+    assert old_logprobs.shape == (16, 25) and trainer.step == 0
+    again, _, _ = trainer.generate_samples(PROMPTS[1:2])
+    assert torch.equal(again, images[24:])
+
+
+def test_options_are_those_of_the_arguments_or_given_whole():
+    trainer = toy_trainer(group_size=3, clip_range=0.1, height=64, width=96)
+    assert trainer.options.grpo.num_samples == 3 and trainer.options.height == 64
+    assert trainer.options.grpo.clip_range == trainer.options.grpo.dit_clip_range == 0.1
+    other = MinimalGRPOTrainer(
+        ToyPainter(PROMPTS), [BATCH], nearness, options=trainer.options, beta=0.2
+    )
+    assert other.options.grpo.num_samples == 3 and other.options.grpo.beta == 0.2
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"group_size": 1}, "num_samples 1"),
+        ({"micro_batch_size": 0}, "micro_batch_size 0"),
+        ({"pictures_per_sample": 1}, "pictures_per_sample 1"),
+        ({"colour": "red"}, "no option colour"),
+        ({"normalise": "group"}, "Give a WeightedReward"),
+    ],
+)
+def test_what_cannot_work_is_refused(changes, message):
+    assert message in refusal(toy_trainer, **changes)
