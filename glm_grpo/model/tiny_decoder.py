@@ -114,10 +114,11 @@ def glyph_rows(
         batch = torch.tensor([token_ids[text] for text in same])
         rows |= dict(zip(same, pipe.text_encoder(batch).last_hidden_state))
     longest = max(len(row) for row in rows.values())
-    padded = {}
-    for text, row in rows.items():
-        padded[text] = F.pad(row, (0, 0, longest - len(row), 0))
-    return torch.stack([padded[text] for text in texts])
+    padded = []
+    for text in texts:  # equal texts, too, one by one: gradients add up in the order of the rows
+        row = rows[text]
+        padded.append(F.pad(row, (0, 0, longest - len(row), 0)))
+    return torch.stack(padded)
 
 # %% ../../nbs/3_model/22_tiny_decoder.ipynb #n015
 def shift_sigma(
