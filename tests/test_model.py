@@ -10,6 +10,7 @@ import torch
 from glm_grpo.data.basics import refusal
 from glm_grpo.data.prompts import I2IDataset
 from glm_grpo.data.rollout import RolloutOptions, SampleNames, request_names
+from glm_grpo.model import rollouts
 from glm_grpo.model.requests import ImageRequest
 from glm_grpo.model.rollouts import RolloutSampler
 from glm_grpo.model.tokens import large_grid_tokens, upsample_tokens
@@ -232,6 +233,28 @@ def test_batches_of_the_denoising_are_passed_on_in_their_rows():
     assert blind.image_tensors is None and torch.equal(blind.token_ids, rollout.token_ids)
     assert torch.equal(blind.latents_logprobs, rollout.latents_logprobs)
     assert torch.equal(model.decode(blind.rows([0])), rollout.image_tensors[:1])
+
+
+def test_rows_are_sampled_and_scored_in_the_trainers_batches(monkeypatch):
+    "On some machines a row is rounded alike in every batch, and the ratio shows no difference."
+    model, sizes = new_model(), {"tokens": [], "latents": []}
+    score_tokens, sample_latents = rollouts.score_tokens, rollouts.sample_latents
+
+    def count_tokens(ar, inputs, prompt_index, *args):
+        sizes["tokens"].append(len(prompt_index))
+        return score_tokens(ar, inputs, prompt_index, *args)
+
+    def count_latents(pipe, inputs, *args, **kwargs):
+        sizes["latents"].append(len(inputs.prompts))
+        return sample_latents(pipe, inputs, *args, **kwargs)
+
+    monkeypatch.setattr(rollouts, "score_tokens", count_tokens)
+    monkeypatch.setattr(rollouts, "sample_latents", count_latents)
+    prompts, images = edits()
+    request = request_for(prompts, images)
+    with torch.no_grad():
+        RolloutSampler(model, replace(request, score_batch_size=2)).sample()
+    assert sizes == {"tokens": [2, 1], "latents": [2, 1]}
 
 
 @torch.no_grad()
