@@ -133,6 +133,7 @@ class OptionInfo:
     default: Any
     help: str
     section: str  # docstring of the dataclass it stands in
+    field: Field = field(repr=False, compare=False)  # with its check
 
 
 def list_options(
@@ -146,7 +147,8 @@ def list_options(
             found += list_options(f.type, f"{prefix}{f.name}.")
             continue
         default = f.default_factory() if f.default is MISSING else f.default
-        found.append(OptionInfo(prefix + f.name, f.type, default, f.metadata["help"], cls.__doc__))
+        name, text = prefix + f.name, f.metadata["help"]
+        found.append(OptionInfo(name, f.type, default, text, cls.__doc__, f))
     return found
 
 

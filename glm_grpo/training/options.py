@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['NORMALISE', 'OptimizerOptions', 'StepOptions', 'GroupOptions', 'ClipOptions', 'KLOptions', 'GRPOOptions',
-           'TrainerOptions']
+           'RecordOptions', 'TrainerOptions']
 
 # %% ../../nbs/5_training/01_options.ipynb #n006
 from dataclasses import dataclass, field, fields, is_dataclass, replace
@@ -196,6 +196,49 @@ class KLOptions:
 @dataclass
 class GRPOOptions(KLOptions, ClipOptions, GroupOptions):
     "The group that is compared, and the loss."
+
+# %% ../../nbs/5_training/01_options.ipynb #cf313c8
+@dataclass
+class RecordOptions:
+    "What is written when, and where."
+
+    log_interval: int = option(
+        1,
+        "write the curves for TensorBoard (logs/) every so many steps; metrics.jsonl gets "
+        "every step",
+        at_least(1),
+    )
+    save_interval: int = option(
+        0,
+        "write checkpoints/checkpoint_step_N every so many steps; 0: by the time alone, see "
+        "save_minutes",
+        at_least(0),
+    )
+    save_minutes: float = option(
+        10.0,
+        "write checkpoint_step_N after a step, too, when the last checkpoint is so many minutes "
+        "old, so that a run that is killed loses no more; 0: by save_interval alone",
+        at_least(0),
+    )
+    keep_checkpoints: int | None = option(
+        3,
+        "how many checkpoint_step_N stay, the newest; checkpoint_final, "
+        "checkpoint_interrupt and, where training.eval_interval is set, checkpoint_best (by "
+        "the held-out reward) stay besides; null: all",
+        at_least(1),
+    )
+    sample_interval: int = option(
+        10, "write a grid of images to samples/ every so many steps; 0: never", at_least(0)
+    )
+    trackers: list[str] | str | None = option(
+        "tensorboard",
+        "where curves and images go besides metrics.jsonl: tensorboard (the folder logs), "
+        "wandb, mlflow, aim, comet_ml, clearml, dvclive, swanlab or trackio (their package "
+        "must be installed), or a list of them; null: nowhere",
+    )
+    output_dir: str | None = option(
+        None, "folder of this run; null: a new one, outputs/run_001, outputs/run_002..."
+    )
 
 # %% ../../nbs/5_training/01_options.ipynb #n022
 NORMALISE = (
