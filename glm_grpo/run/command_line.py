@@ -4,29 +4,25 @@
 
 # %% auto #0
 __all__ = ['BEGAN_WITH', 'take_value', 'join_negative', 'spell_out_dry_run', 'build_options', 'parse_words', 'typed_names',
-           'FileOptions', 'right_type', 'check_entry', 'read_options', 'nested', 'Earlier', 'print_note', 'CommandLine',
-           'parse_args', 'run_command']
+           'nested', 'Earlier', 'print_note', 'CommandLine', 'parse_args', 'run_command']
 
 # %% ../../nbs/6_run/04_command_line.ipynb #n005
 import dataclasses
-import hashlib
 import os
 import re
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
-from jsonargparse import ArgumentError, ArgumentParser
+from jsonargparse import ArgumentError
 
 from ..data.basics import UserError
-from ..data.options import OptionInfo, list_options, option_value, problem_with, refuse
-from ..data.yaml_lines import Entry, read_entries
+from ..data.options import list_options, option_value
 from .config import Config
-from .help import SHORT, Explainer, make_parser, suggest, wrong_type
-from .old_names import VALUES_ELSEWHERE, translate
+from .help import SHORT, Explainer, FileOptions, make_parser, read_options
 from ..training.checkpoint_folder import find_checkpoint, run_folder
 
 
@@ -116,65 +112,6 @@ def typed_names(words: list[str]) -> set[str]:
         name = short.get(flag, flag[2:])
         found |= {o.name for o in list_options(Config) if f"{name}.".startswith(f"{o.name}.")}
     return found
-
-# %% ../../nbs/6_run/04_command_line.ipynb #ccaaf64
-@dataclass
-class FileOptions:
-    "What a file spells out."
-
-    values: dict[str, Any] = field(default_factory=dict)  # option -> value, of the right type
-    notes: list[str] = field(default_factory=list)  # what was translated
-    sha256: str = ""
-
-
-def right_type(option: OptionInfo, value: Any) -> Any:
-    "The value as the option's type has it. UserError: it cannot be one."
-    parser = ArgumentParser(exit_on_error=False)
-    parser.add_argument("--value", type=option.type)
-    try:
-        return parser.parse_object({"value": value}).as_dict()["value"]
-    except ArgumentError as e:
-        raise UserError(f"{option.name}: {wrong_type(option, str(e))}") from None
-
-
-def check_entry(entry: Entry, options: dict[str, OptionInfo]) -> Any:
-    "The value of a line of a file. UserError: what is wrong with it."
-    name = entry.name
-    if name in ("resume", "dry_run"):
-        raise UserError(f"{name} belongs to one call. Write --{name} on the command line.")
-    if name not in options and any(known.startswith(f"{name}.") for known in options):
-        raise UserError(
-            f"{name}: options wanted below this name, got {entry.value!r}. Write them indented, "
-            "one per line."
-        )
-    if name not in options:
-        raise UserError(f"no such option: {name}. {suggest(name, list(options))}")
-    value = right_type(options[name], entry.value)
-    if problem := problem_with(options[name].field, value):
-        raise UserError(f"{name} {entry.value!r}: {problem}.")
-    return value
-
-
-def read_options(file: str | Path) -> FileOptions:
-    "A YAML file of options. UserError names all that is wrong with it, each with its line."
-    options = {o.name: o for o in list_options(Config)}
-    entries, problems = read_entries(file, (*options, *VALUES_ELSEWHERE))
-    translation = translate([e for e in entries if not _empty_section(e, options)], options)
-    found = FileOptions(notes=[f"{file}, {note}" for note in translation.notes])
-    problems += translation.problems
-    for entry in translation.entries:
-        try:
-            found.values[entry.name] = check_entry(entry, options)
-        except UserError as e:
-            problems.append((entry.line, str(e)))
-    told = [f"line {line}: {text}" for line, text in sorted(problems)]
-    refuse(told, f"{file}, " if len(told) == 1 else f"{file}: ")
-    found.sha256 = hashlib.sha256(Path(file).read_bytes()).hexdigest()
-    return found
-
-
-def _empty_section(entry, options):
-    return entry.value is None and entry.name not in options and "." not in entry.name
 
 # %% ../../nbs/6_run/04_command_line.ipynb #c375e70
 def nested(values: dict[str, Any]) -> dict[str, Any]:

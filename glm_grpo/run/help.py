@@ -4,22 +4,27 @@
 
 # %% auto #0
 __all__ = ['SHORT', 'USAGE', 'DESCRIPTION', 'GOING_ON', 'TYPE_WORDS', 'metrics_help', 'KeepLines', 'make_parser', 'nearest',
-           'suggest', 'type_in_words', 'Explainer', 'wrong_type']
+           'suggest', 'type_in_words', 'Explainer', 'wrong_type', 'FileOptions', 'right_type', 'check_entry',
+           'read_options']
 
 # %% ../../nbs/6_run/03_help.ipynb #n005
 import argparse
 import difflib
+import hashlib
 import re
 import textwrap
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from jsonargparse import ArgumentParser, DefaultHelpFormatter
+from jsonargparse import ArgumentError, ArgumentParser, DefaultHelpFormatter
 
-from ..data.basics import patch_to
-from ..data.options import OptionInfo, list_options
+from ..data.basics import UserError, patch_to
+from ..data.options import OptionInfo, list_options, problem_with, refuse
+from ..data.yaml_lines import Entry, read_entries
 from ..rewards.registry import METRICS
 from .config import Config
-from .old_names import RENAMED
+from .old_names import RENAMED, VALUES_ELSEWHERE, translate
 
 SHORT = {
     "training.mode": "--mode",
@@ -223,3 +228,62 @@ def missing_value(self: Explainer, message):
         return None
     key = m[1].split("/")[0].lstrip("-")
     return f"{self.where(key)}: a value is missing. Write it after the name, or --name=value."
+
+# %% ../../nbs/6_run/03_help.ipynb #ccaaf64
+@dataclass
+class FileOptions:
+    "What a file spells out."
+
+    values: dict[str, Any] = field(default_factory=dict)  # option -> value, of the right type
+    notes: list[str] = field(default_factory=list)  # what was translated
+    sha256: str = ""
+
+
+def right_type(option: OptionInfo, value: Any) -> Any:
+    "The value as the option's type has it. UserError: it cannot be one."
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_argument("--value", type=option.type)
+    try:
+        return parser.parse_object({"value": value}).as_dict()["value"]
+    except ArgumentError as e:
+        raise UserError(f"{option.name}: {wrong_type(option, str(e))}") from None
+
+
+def check_entry(entry: Entry, options: dict[str, OptionInfo]) -> Any:
+    "The value of a line of a file. UserError: what is wrong with it."
+    name = entry.name
+    if name in ("resume", "dry_run"):
+        raise UserError(f"{name} belongs to one call. Write --{name} on the command line.")
+    if name not in options and any(known.startswith(f"{name}.") for known in options):
+        raise UserError(
+            f"{name}: options wanted below this name, got {entry.value!r}. Write them indented, "
+            "one per line."
+        )
+    if name not in options:
+        raise UserError(f"no such option: {name}. {suggest(name, list(options))}")
+    value = right_type(options[name], entry.value)
+    if problem := problem_with(options[name].field, value):
+        raise UserError(f"{name} {entry.value!r}: {problem}.")
+    return value
+
+
+def read_options(file: str | Path) -> FileOptions:
+    "A YAML file of options. UserError names all that is wrong with it, each with its line."
+    options = {o.name: o for o in list_options(Config)}
+    entries, problems = read_entries(file, (*options, *VALUES_ELSEWHERE))
+    translation = translate([e for e in entries if not _empty_section(e, options)], options)
+    found = FileOptions(notes=[f"{file}, {note}" for note in translation.notes])
+    problems += translation.problems
+    for entry in translation.entries:
+        try:
+            found.values[entry.name] = check_entry(entry, options)
+        except UserError as e:
+            problems.append((entry.line, str(e)))
+    told = [f"line {line}: {text}" for line, text in sorted(problems)]
+    refuse(told, f"{file}, " if len(told) == 1 else f"{file}: ")
+    found.sha256 = hashlib.sha256(Path(file).read_bytes()).hexdigest()
+    return found
+
+
+def _empty_section(entry, options):
+    return entry.value is None and entry.name not in options and "." not in entry.name
