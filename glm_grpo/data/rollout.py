@@ -248,8 +248,7 @@ class RolloutOptions:
 
     num_inference_steps: int = option(
         3,
-        "denoising steps: few are enough to see what the tokens say; the published model's "
-        "default is 50, at most 1000",
+        "denoising steps, at most 1000: few show what the tokens say; the real model has 50",
         at_least(1, 1000),
     )
     guidance_scale: float = option(
@@ -299,7 +298,5 @@ class RolloutOptions:
         "difference; false: each starts from its own",
     )
     batch_size: int = option(
-        64,
-        "images sampled and decoded at a time: less takes less memory and gives the same images",
-        at_least(1),
+        64, "images sampled and decoded at a time: fewer take less memory, same images", at_least(1)
     )

@@ -77,7 +77,7 @@ def _compose(text, file):
             "{max_steps: 10}'."
         ) from None
 
-
+# %% ../../nbs/2_data/10_yaml_lines.ipynb #c7481fd
 def read_entries(
     file: str | Path,
     whole: Collection[str] = (),  # options whose value may be a mapping, like reward.metrics

@@ -209,6 +209,8 @@ OF_THE_TINY_MODEL = ("model.torch_dtype", "data.image_size", "training.learning_
 
 def is_large(name: str) -> bool:
     "Whether a model is far larger than the tiny one. A hub id that is not on this machine is."
+    if name.startswith("data/tiny-"):  # those of this project, perhaps from another folder
+        return False
     try:
         folder = local_folder(name)
         if folder is None:
@@ -228,7 +230,7 @@ def check_defaults(
 ) -> None:
     "A large model needs options of its own."
     name = config.model.name
-    if name == Config().model.name or not is_large(name):
+    if not is_large(name):
         return
     left = []
     for option in OF_THE_TINY_MODEL if trains else OF_THE_TINY_MODEL[:2]:

@@ -219,7 +219,7 @@ class CommandLine:
         config.given = {*values, *self.typed}
         return config
 
-
+# %% ../../nbs/6_run/04_command_line.ipynb #c32e1f0
 def parse_args(
     argv: list[str] | None = None,  # words of the command line; None: those of this process
     prog: str = "python -m glm_grpo.train",  # for --help

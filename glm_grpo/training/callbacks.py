@@ -157,17 +157,15 @@ class CheckpointCallback(Callback):
         self.minutes, self.clock, self.saved_at = minutes, clock, clock()
 
     def on_train_begin(self, trainer):
-        self.saved_at = self.clock()
         if trainer.ranks.first:
             self.checkpoints.tidy()
 
     def is_time(self, trainer) -> bool:
         "Whether this step is saved. With cut weights all ranks save, so the first one decides."
-        old = self.clock() - self.saved_at >= 60 * self.minutes
+        old = self.minutes > 0 and self.clock() - self.saved_at >= 60 * self.minutes
         if self.minutes and trainer.ranks.shards:
             old = trainer.ranks.gather(old)[0]
-        by_steps = bool(self.every) and trainer.step % self.every == 0
-        return by_steps or (bool(self.minutes) and old)
+        return old or (self.every > 0 and trainer.step % self.every == 0)
 
     def on_step_end(self, trainer, metrics, experience):
         folder = self.checkpoints.folder

@@ -57,7 +57,7 @@ def run_folder(
     run = Path(checkpoint).resolve().parent.parent
     return run if (run / "config.yaml").is_file() else None
 
-
+# %% ../../nbs/5_training/10_checkpoint_folder.ipynb #c18d0d8
 def find_checkpoint(
     resume: str | Path,  # a checkpoint, a run's folder, its folder checkpoints, or "latest"
     output_dir: str | Path | None = None,  # where latest looks; None: in all runs in outputs/
