@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from .images import tensor_to_pil
-from .options import above, at_least, option
+from .options import at_least, option
 
 
 def per_row(**kwargs) -> dataclasses.Field:
@@ -248,17 +248,18 @@ class RolloutOptions:
 
     num_inference_steps: int = option(
         3,
-        "denoising steps: few are enough to see what the tokens say; the published model's "
-        "default is 50",
-        at_least(1),
+        "denoising steps, at most 1000: few show what the tokens say; the real model has 50",
+        at_least(1, 1000),
     )
     guidance_scale: float = option(
         2.0,
         "classifier-free guidance of the denoising; 1: none; the real model's default is 1.5",
-        at_least(0),
+        at_least(0, 100),
     )
     temperature: float | None = option(
-        None, "of the token policy; null: the model's own (0.9 in the real one)", above(0)
+        None,
+        "of the token policy; null: the model's own (0.9 in the real one)",
+        at_least(0.01, 100),
     )
     top_p: float | None = option(
         None,
@@ -269,7 +270,7 @@ class RolloutOptions:
     noise_level: float = option(
         0.7,
         "of the denoising policy's steps: a in arXiv 2505.05470; evaluations use none",
-        at_least(0),
+        at_least(0, 10),
     )
     sde_type: Literal["sde", "dance", "cps"] = option(
         "cps",
@@ -297,7 +298,5 @@ class RolloutOptions:
         "difference; false: each starts from its own",
     )
     batch_size: int = option(
-        64,
-        "images sampled and decoded at a time: less takes less memory and gives the same images",
-        at_least(1),
+        64, "images sampled and decoded at a time: fewer take less memory, same images", at_least(1)
     )

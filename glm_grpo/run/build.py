@@ -254,7 +254,11 @@ def make_callbacks(config: Config, out: Path, watch: list[Callback]) -> list[Cal
         TrackerLogger(out, training.log_interval, every, trackers),
         SampleGrid(out / "samples", every=every),
         CheckpointCallback(
-            out / "checkpoints", training.save_interval, training.keep_checkpoints, best
+            out / "checkpoints",
+            training.save_interval,
+            training.keep_checkpoints,
+            best,
+            training.save_minutes,
         ),
         ProgressBar(),
     ]

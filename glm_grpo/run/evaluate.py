@@ -195,7 +195,7 @@ def evaluate_command(words: list[str]) -> int:
     run = run_folder(checkpoint) if checkpoint else None
     config = parse_args(rest, PROGRAM, base=run and run / "config.yaml")
     config.model.name = own.model or config.model.name
-    check_config(config)
+    check_config(config, trains=False)
     config.training.eval_samples = config.training.eval_samples or 4
     Comparison(config, checkpoint, baseline, own.output_dir).run()
     return 0

@@ -32,7 +32,13 @@ from .checks import check_config
 from .command_line import parse_args, run_command
 from .config import Config, image_height_width
 from .evaluation import evaluate_config
-from .folder import check_resume, choose_folder, write_config, write_results
+from glm_grpo.run.folder import (
+    check_prompts,
+    check_resume,
+    choose_folder,
+    write_config,
+    write_results,
+)
 from .monitoring import PeriodicEvaluation
 from .plan import plan
 from ..training.callbacks import CheckpointCallback
@@ -114,6 +120,8 @@ def prepare(self: Run) -> None:
     "Data and reward, checked."
     config = self.config
     self.dataset, self.heldout = open_data(config)
+    if config.resume:
+        check_prompts(config, len(self.dataset))
     self.reward = make_reward(config)
     for prompts in (self.dataset, self.heldout):
         check_reward(self.reward, prompts, *self.size)

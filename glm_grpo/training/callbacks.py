@@ -8,6 +8,7 @@ __all__ = ['Callback', 'ProgressBar', 'JsonlLogger', 'is_due', 'SampleGrid', 'Ch
 # %% ../../nbs/5_training/13_callbacks.ipynb #n008
 import json
 import math
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -148,18 +149,29 @@ class CheckpointCallback(Callback):
         keep: int | None = None,  # how many checkpoint_step_N stay; None: all
         # () -> step of the best evaluation so far, or None; None: no checkpoint_best
         best: Callable[[], int | None] | None = None,
+        minutes: float = 0,  # a step is saved when the last save is older; 0: not by time
+        clock: Callable[[], float] = time.monotonic,  # seconds
     ):
         self.checkpoints = CheckpointFolder(folder, keep)
         self.every, self.best = every, best
+        self.minutes, self.clock, self.saved_at = minutes, clock, clock()
 
     def on_train_begin(self, trainer):
         if trainer.ranks.first:
             self.checkpoints.tidy()
 
+    def is_time(self, trainer) -> bool:
+        "Whether this step is saved. With cut weights all ranks save, so the first one decides."
+        old = self.minutes > 0 and self.clock() - self.saved_at >= 60 * self.minutes
+        if self.minutes and trainer.ranks.shards:
+            old = trainer.ranks.gather(old)[0]
+        return old or (self.every > 0 and trainer.step % self.every == 0)
+
     def on_step_end(self, trainer, metrics, experience):
         folder = self.checkpoints.folder
-        if self.every and trainer.step % self.every == 0:
+        if self.is_time(trainer):
             trainer.save_checkpoint(folder / f"checkpoint_step_{trainer.step}")
+            self.saved_at = self.clock()
         if trainer.step == trainer.last_step:
             trainer.save_checkpoint(folder / "checkpoint_final")
         self.save_best(trainer)

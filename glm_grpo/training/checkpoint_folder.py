@@ -57,36 +57,47 @@ def run_folder(
     run = Path(checkpoint).resolve().parent.parent
     return run if (run / "config.yaml").is_file() else None
 
-
+# %% ../../nbs/5_training/10_checkpoint_folder.ipynb #c18d0d8
 def find_checkpoint(
-    resume: str | Path,  # a checkpoint's folder, a run's folder, or "latest"
+    resume: str | Path,  # a checkpoint, a run's folder, its folder checkpoints, or "latest"
     output_dir: str | Path | None = None,  # where latest looks; None: in all runs in outputs/
 ) -> Path:
-    "What --resume means. UserError if there is no such checkpoint."
+    "What --resume means. UserError if there is no such checkpoint; it names those that are there."
     if resume == "latest":
-        return _latest(output_dir)
+        runs = [Path(output_dir)] if output_dir else Path("outputs").glob("*")
+        return _newest(runs, f"latest: no whole checkpoint in {output_dir or 'outputs/*'}")
     path = Path(resume)
+    if not path.exists() and path.suffix in (".pt", ".pth", ".safetensors"):
+        path = path.with_suffix("")
+    elif path.is_file():  # a file of a checkpoint
+        path = path.parent
     if (path / "checkpoints").is_dir():  # a run's folder: its newest checkpoint
-        return _latest(path)
-    if not path.is_dir():
-        raise UserError(
-            f"--resume {resume}: no such folder. Name a checkpoint like "
-            "outputs/run_001/checkpoints/checkpoint_step_10, or latest."
-        )
+        return _newest([path], f"{resume}: no whole checkpoint in it")
+    if path.name == "checkpoints" and newest_first(path):
+        return newest_first(path)[0]
+    if not str(resume).strip() or not path.is_dir():
+        raise UserError(f"--resume {resume}: no such folder.{_those_in(path.parent)}")
     return path
 
 
-def _latest(output_dir):
-    runs = [Path(output_dir)] if output_dir else Path("outputs").glob("*")
+def _newest(runs, problem):
     found = []
     for run in runs:
         found += newest_first(run / "checkpoints")[:1]
     if not found:
-        raise UserError(
-            f"--resume latest: no whole checkpoint in {output_dir or 'outputs/*'}. Name the folder "
-            "of one, or train without --resume."
-        )
+        raise UserError(f"--resume {problem}. Name the folder of one, or train without --resume.")
     return max(found, key=_written)
+
+
+def _those_in(folder):
+    "A sentence: what could have been meant."
+    there = [checkpoint.name for checkpoint in newest_first(folder)]
+    if not there:
+        return (
+            " Name a checkpoint like outputs/run_001/checkpoints/checkpoint_step_10, a run's "
+            "folder, or latest."
+        )
+    return f" In {folder} there are, the newest first: {', '.join(there[:6])}."
 
 # %% ../../nbs/5_training/10_checkpoint_folder.ipynb #n012
 class CheckpointFolder:

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['NORMALISE', 'OptimizerOptions', 'StepOptions', 'GroupOptions', 'ClipOptions', 'KLOptions', 'GRPOOptions',
-           'TrainerOptions']
+           'RecordOptions', 'TrainerOptions']
 
 # %% ../../nbs/5_training/01_options.ipynb #n006
 from dataclasses import dataclass, field, fields, is_dataclass, replace
@@ -23,10 +23,10 @@ class OptimizerOptions:
         1.2e-3,
         "step size of AdamW (arXiv 1711.05101) at the first step; about 1e-3 for LoRA on the tiny "
         "model, 1e-5 to 1e-4 for LoRA on a large one, 1e-6 to 1e-5 for all of its weights",
-        above(0),
+        above(0, 1),
     )
     dit_learning_rate: float | None = option(
-        None, "the same for the denoising policy; null: learning_rate", above(0)
+        None, "the same for the denoising policy; null: learning_rate", above(0, 1)
     )
     lr_scheduler: Literal["constant", "linear"] = option(
         "linear",
@@ -39,7 +39,7 @@ class OptimizerOptions:
         "as noise can make them",
         at_least(0),
     )
-    weight_decay: float = option(0.0, "AdamW's weight decay", at_least(0))
+    weight_decay: float = option(0.0, "AdamW's weight decay", at_least(0, 10))
     optimizer: Literal["adamw", "adamw_8bit", "paged_adamw_8bit"] = option(
         "adamw",
         "adamw; adamw_8bit: its memory in 8 bits (arXiv 2110.02861), a quarter to a half of it, "
@@ -81,7 +81,9 @@ class StepOptions:
         1, "optimizer steps per pass, each on its share of the images", at_least(1)
     )
     seed: int = option(
-        0, "all random numbers follow from it: the same seed gives the same run", at_least(0)
+        0,
+        "all random numbers follow from it: the same seed gives the same run",
+        at_least(0, 2**63 - 1),
     )
     mode: Literal["t2i", "i2i"] = option(
         "t2i",
@@ -98,7 +100,7 @@ class GroupOptions:
         "samples in a group, all of one prompt: they are compared with each other (G in arXiv "
         "2402.03300); a sample is an image, or where both policies learn a set of tokens",
         lambda n: (
-            None
+            at_least(2, 10_000)(n)
             if n >= 2
             else "an image is compared with the others of its prompt, so a group needs at least 2. "
             "8 is a good start"
@@ -194,6 +196,49 @@ class KLOptions:
 @dataclass
 class GRPOOptions(KLOptions, ClipOptions, GroupOptions):
     "The group that is compared, and the loss."
+
+# %% ../../nbs/5_training/01_options.ipynb #cf313c8
+@dataclass
+class RecordOptions:
+    "What is written when, and where."
+
+    log_interval: int = option(
+        1,
+        "write the curves for TensorBoard (logs/) every so many steps; metrics.jsonl gets "
+        "every step",
+        at_least(1),
+    )
+    save_interval: int = option(
+        0,
+        "write checkpoints/checkpoint_step_N every so many steps; 0: by the time alone, see "
+        "save_minutes",
+        at_least(0),
+    )
+    save_minutes: float = option(
+        10.0,
+        "write checkpoint_step_N after a step, too, when the last checkpoint is so many minutes "
+        "old, so that a run that is killed loses no more; 0: by save_interval alone",
+        at_least(0),
+    )
+    keep_checkpoints: int | None = option(
+        3,
+        "how many checkpoint_step_N stay, the newest; checkpoint_final, "
+        "checkpoint_interrupt and, where training.eval_interval is set, checkpoint_best (by "
+        "the held-out reward) stay besides; null: all",
+        at_least(1),
+    )
+    sample_interval: int = option(
+        10, "write a grid of images to samples/ every so many steps; 0: never", at_least(0)
+    )
+    trackers: list[str] | str | None = option(
+        "tensorboard",
+        "where curves and images go besides metrics.jsonl: tensorboard (the folder logs), "
+        "wandb, mlflow, aim, comet_ml, clearml, dvclive, swanlab or trackio (their package "
+        "must be installed), or a list of them; null: nowhere",
+    )
+    output_dir: str | None = option(
+        None, "folder of this run; null: a new one, outputs/run_001, outputs/run_002..."
+    )
 
 # %% ../../nbs/5_training/01_options.ipynb #n022
 NORMALISE = (
