@@ -256,7 +256,7 @@ def make_callbacks(config: Config, out: Path, watch: list[Callback]) -> list[Cal
         CheckpointCallback(
             out / "checkpoints", training.save_interval, training.keep_checkpoints, best
         ),
-        ProgressBar(),
+        ProgressBar(every=training.log_interval),
     ]
 
 
