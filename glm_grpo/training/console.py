@@ -101,7 +101,9 @@ def tell_end(error: BaseException, debug: bool = False) -> int:
     if isinstance(error, UserError):
         print(f"\nerror: {error}", file=sys.stderr)
         return 2
-    more = "" if debug else " --debug shows where it comes from."
+    more = "".join(f" {note}" for note in getattr(error, "__notes__", ()))
+    if not debug:
+        more += " --debug shows where it comes from."
     if isinstance(error, OSError):
         print(f"\nerror: {error_text(error)}.{more}", file=sys.stderr)
         return 2
