@@ -7,7 +7,6 @@ __all__ = ['as_if_rewards_differed', 'estimate_seconds', 'longest_prompt', 'desc
            'describe_memory', 'warn_of_memory', 'describe_time', 'plan']
 
 # %% ../../nbs/6_run/17_plan.ipynb #n005
-import os
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -25,6 +24,7 @@ from .config import Config, image_height_width
 from .memory import estimate_memory
 from .work import count_trained, count_work, tokens_of
 from ..training.experience import whole_batch
+from ..training.ranks import process_count
 
 
 def as_if_rewards_differed(samples: Samples) -> Samples:
@@ -148,7 +148,7 @@ def plan(
     work = count_work(config, len(dataset), len(heldout))
     trained = count_trained(config, layout)
     longest = longest_prompt(config, dataset, heldout)
-    processes = int(os.environ.get("WORLD_SIZE", 1))
+    processes = process_count()
     memory = estimate_memory(config, layout, longest, dtype, processes)
     say("model", describe_model(config, total, dtype, trained))
     say("work", describe_work(config, work))
