@@ -2,6 +2,11 @@
 
 import sys
 
+if __name__ == "__main__":
+    from glm_grpo.training.interrupts import leave_at_once
+
+    leave_at_once()  # a signal while torch is imported: one line, no traceback
+
 from glm_grpo.run.evaluate import main
 
 __all__ = ["main"]

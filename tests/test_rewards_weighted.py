@@ -72,12 +72,31 @@ def test_the_time_limit_is_for_all_parts_together():
         call({"letters": slow(0.5), "server": slow(1.0)}, time_limit=0.7)
 
 
-def test_an_exit_is_raised_in_the_thread_that_asked():
+def test_an_exit_of_a_part_is_an_error_with_its_name():
     def leaves(images):
         raise SystemExit
 
-    with pytest.raises(SystemExit):
+    with pytest.raises(RewardError, match="^The reward leaves raised SystemExit"):
         call({"leaves": leaves}, time_limit=5)
+
+
+def test_a_keyboard_interrupt_is_raised_in_the_thread_that_asked():
+    def interrupted(images):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        call({"interrupted": interrupted}, time_limit=5)
+
+
+def test_parts_beside_one_that_changes_torch_are_named_with_it():
+    def double(images):
+        torch.set_default_dtype(torch.float64)
+        return images.mean((1, 2, 3))
+
+    parts = {"double": double, "quick": lambda images: images.mean((1, 2, 3))}
+    with pytest.raises(RewardError, match=r"double .*set_default_dtype.* \(or quick beside it\)"):
+        call(parts, time_limit=5)
+    assert torch.get_default_dtype() == torch.float32
 
 
 def test_a_user_error_of_a_part_passes_through():

@@ -120,7 +120,10 @@ class SideBySide:
             if name not in self.workers:
                 self.workers[name] = Worker(f"reward {name}")
             part = self.parts[name]
-            call = functools.partial(call_reward, part, *inputs, name=name, may_skip=True)
+            others = tuple(other for other in names if other != name)
+            call = functools.partial(
+                call_reward, part, *inputs, name=name, may_skip=True, beside=others
+            )
             answers[name] = self.workers[name].begin(call)
         return answers
 

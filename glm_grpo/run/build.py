@@ -260,7 +260,7 @@ def make_callbacks(config: Config, out: Path, watch: list[Callback]) -> list[Cal
             best,
             training.save_minutes,
         ),
-        ProgressBar(),
+        ProgressBar(every=training.log_interval),
     ]
 
 

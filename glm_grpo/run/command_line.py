@@ -24,6 +24,8 @@ from ..data.options import list_options, option_value
 from .config import Config
 from .help import SHORT, Explainer, FileOptions, make_parser, read_options
 from ..training.checkpoint_folder import find_checkpoint, run_folder
+from ..training.console import steady_output, take_debug, tell_end
+from ..training.interrupts import Interrupts
 
 
 def take_value(
@@ -252,17 +254,14 @@ def parse_args(
 
 # %% ../../nbs/6_run/04_command_line.ipynb #n024
 def run_command(
-    command: Callable[[list[str] | None], int | None],  # None counts as 0
+    command: Callable[[list[str]], int | None],  # None counts as 0
     argv: list[str] | None = None,  # None: the words of this process
-) -> int:  # 0 done, 2 a mistake of the user, 130 stopped by Ctrl+C, or what the command returns
-    "Run a program's main function. A UserError becomes one message on stderr and status 2."
-    try:
-        return command(argv) or 0
-    except UserError as e:
-        print(f"\nerror: {e}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("\nstopped at once, without saving.", file=sys.stderr)
-        return 130
-    except SystemExit as e:  # after --help and --print_config
-        return e.code if isinstance(e.code, int) else 0
+) -> int:  # what the command returns, or one of `STATUSES`
+    "Run a program's main function. How it ends is one message on stderr and a status."
+    debug, words = take_debug(sys.argv[1:] if argv is None else argv)
+    with steady_output():
+        try:
+            with Interrupts():
+                return command(words) or 0
+        except BaseException as error:
+            return tell_end(error, debug)

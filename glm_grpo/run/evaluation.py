@@ -26,6 +26,7 @@ from ..rewards.calling import call_reward
 from ..rewards.perception import group_diversity, image_statistics
 from ..rewards.weighted import Judging
 from .config import Config, image_height_width
+from ..training.metrics import on_terminal
 
 NOTHING_TO_SCORE = "Nothing to score in these prompts."
 
@@ -255,8 +256,8 @@ def evaluate_config(
     height, width = image_height_width(config)
     # as the model will be used: no noise in the denoising steps
     options = replace(config.rollout, noise_level=0.0)
-    total = number * len(seeds)
-    with tqdm(total=total, desc=name, unit="image", disable=name is None, mininterval=0.5) as bar:
+    total, hidden = number * len(seeds), name is None or not on_terminal()
+    with tqdm(total=total, desc=name, unit="image", disable=hidden, mininterval=0.5) as bar:
         result = evaluate(
             model,
             HeldOut.of_dataset(dataset, number),

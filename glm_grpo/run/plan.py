@@ -8,7 +8,6 @@ __all__ = ['LESS_MEMORY', 'OutOfTime', 'time_limit', 'as_if_rewards_differed', '
            'plan']
 
 # %% ../../nbs/6_run/17_plan.ipynb #cfe45da
-import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -29,6 +28,7 @@ from .config import Config, image_height_width
 from .memory import estimate_memory, memory_there
 from .work import count_trained, count_work, tokens_of
 from ..training.experience import whole_batch
+from ..training.ranks import process_count
 
 
 class OutOfTime(Exception):
@@ -224,7 +224,7 @@ def plan(
     work = count_work(config, len(dataset), len(heldout))
     trained = count_trained(config, layout)
     longest = longest_prompt(config, dataset, heldout)
-    processes = int(os.environ.get("WORLD_SIZE") or 1)
+    processes = process_count()
     memory = estimate_memory(config, layout, longest, dtype, processes)
     say("model", describe_model(config, total, dtype, trained))
     say("work", describe_work(config, work))
