@@ -12,9 +12,10 @@ from PIL import Image
 from glm_grpo.data.basics import UserError, refusal
 from glm_grpo.data.edits import EDITS, sample_edits
 from glm_grpo.data.files import atomic_dir, atomic_write
-from glm_grpo.data.images import load_image, pil_to_tensor, tensor_to_pil
+from glm_grpo.data.images import load_image, match_images, pil_to_tensor, tensor_to_pil
 from glm_grpo.data.loader import PromptSampler, endless_batches, make_dataloader
-from glm_grpo.data.prompts import I2IDataset, T2IDataset, match_images, read_lines, read_prompts
+from glm_grpo.data.prompts import I2IDataset, T2IDataset
+from glm_grpo.data.rows import read_lines, read_prompts
 from glm_grpo.data.scenes import Scene, parse_prompt, sample_scenes, split_of, word_is_held_out
 
 COLORS = [(220, 40, 40), (40, 160, 60), (40, 80, 220)]
