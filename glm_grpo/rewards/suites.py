@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from ..data.basics import UserError
-from ..data.prompts import read_lines, read_prompts
+from ..data.rows import read_lines, read_prompts
 
 # %% ../../nbs/4_rewards/14_suites.ipynb #n007
 RELATIONS = ("left of", "right of", "above", "below")
