@@ -24,6 +24,7 @@ from glm_grpo.run.build import (
 )
 from .checks import check_config
 from .command_line import parse_args, run_command
+from .comparison import prompts_label
 from .config import Config, image_height_width
 from .evaluation import evaluate_config, write_eval
 from .figures import before_after_figure, save_figure
@@ -156,7 +157,7 @@ def tell(self: Comparison, before: dict, after: dict | None) -> None:
             print(
                 f"{name:7} reward {result['reward_mean']:.4f} +- "
                 f"{result['standard_error']:.4f}  ({result['pictures']} images of "
-                f"{len(result['prompts'])} prompts)"
+                f"{len(result['prompts'])} {prompts_label(result)})"
             )
     print(numbers_table(before, after))
     for name, why in before["not_measured"].items():
