@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 from ..data.basics import UserError, patch_to
+from ..data.files import check_output_folder
 from ..model.tokens import check_prompt_lengths
 from ..rewards.calling import RewardError, save_failed, where_raised
 from glm_grpo.run.build import (
@@ -189,6 +190,8 @@ def evaluate_command(words: list[str]) -> int:
     own, rest = parser.parse_known_args(words)
     if own.baseline and not own.checkpoint:
         raise UserError("--baseline is compared with a checkpoint. Name that with --checkpoint.")
+    if own.output_dir:
+        check_output_folder(own.output_dir, "--output_dir")
     checkpoint = find_checkpoint(own.checkpoint) if own.checkpoint else None
     baseline = find_checkpoint(own.baseline) if own.baseline else None
     if baseline:
