@@ -334,9 +334,8 @@ def is_table(
     path: str | Path,  # a prompt file
 ) -> bool:
     "Whether its rows are records, which may name their images themselves."
-    return (
-        Path(path).suffix.lower() in (".jsonl", ".csv", ".tsv", ".parquet") or Path(path).is_dir()
-    )
+    named = Path(path).suffix.lower() in (".jsonl", ".csv", ".tsv", ".parquet")
+    return named or os.path.isdir(path)
 
 
 def read_rows(

@@ -8,13 +8,14 @@ __all__ = ['find_folders', 'open_dataset', 'heldout_prompts', 'open_heldout', 'o
            'adapter_options', 'load_model', 'make_callbacks', 'make_trainer']
 
 # %% ../../nbs/6_run/13_build.ipynb #n005
+import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
 
 from ..data.basics import UserError
-from ..data.files import bundled
+from ..data.files import bundled, check_path
 from ..data.loader import make_dataloader
 from ..data.prompts import SPLIT_SEED, I2IDataset, T2IDataset, split_off
 from ..data.rows import is_table
@@ -54,7 +55,7 @@ from ..training.trainer import MinimalGRPOTrainer
 def _beside(prompts, folder):
     "A folder beside the prompts, named as they are; None: it is not there."
     name = Path(prompts).parent / folder
-    return str(name) if (bundled(prompts).parent / folder).is_dir() else None
+    return str(name) if os.path.isdir(bundled(prompts).parent / folder) else None
 
 
 def find_folders(
@@ -94,6 +95,7 @@ def open_heldout(config: Config, training: T2IDataset) -> tuple[T2IDataset, T2ID
     data.eval_prompts_file = data.eval_prompts_file or heldout_prompts(data.prompts_file)
     if data.eval_prompts_file is None:
         return split_off(training)
+    check_path(data.eval_prompts_file)
     if bundled(data.eval_prompts_file).resolve() == training.prompts_file.resolve():
         return training, training
     folders = find_folders(
