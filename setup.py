@@ -1,11 +1,30 @@
 """Reads settings.ini, the one place where the package is described (nbdev reads it too)."""
 
+import shutil
 from configparser import ConfigParser
 from pathlib import Path
 
 from setuptools import find_packages, setup
+from setuptools.command.build_py import build_py
 
 here = Path(__file__).parent
+# What the default runs need. The rest of data/ (example runs, benchmarks) is in the repository.
+PACKED = ("tiny-glm-image", "t2i", "i2i", "words", "drawings", "suites", "weights")
+
+
+class BuildWithData(build_py):
+    "Copies data/ to glm_grpo/_data of a wheel. An editable install uses the checkout's own."
+
+    def run(self):
+        super().run()
+        if self.editable_mode:
+            return
+        target = Path(self.build_lib) / cfg["lib_name"] / "_data"
+        shutil.rmtree(target, ignore_errors=True)
+        for name in PACKED:
+            shutil.copytree(here / "data" / name, target / name)
+
+
 config = ConfigParser(delimiters=["="])
 config.read(here / "settings.ini", encoding="utf-8")
 cfg = config["DEFAULT"]
@@ -26,8 +45,10 @@ setup(
     packages=find_packages(include=[cfg["lib_name"], cfg["lib_name"] + ".*"]),
     package_data={cfg["lib_name"]: ["py.typed"]},
     install_requires=cfg["requirements"].split(),
+    cmdclass={"build_py": BuildWithData},
     extras_require={
         "rewards": rewards,
+        "datasets": cfg["datasets_requirements"].split(),
         "8bit": cfg["eight_bit_requirements"].split(),
         "dev": cfg["dev_requirements"].split() + rewards,
     },

@@ -1,5 +1,7 @@
 "Fast tests of the data floor: what is refused, and orders that must stay as they are."
 
+import datetime
+import io
 import itertools
 import json
 import os
@@ -12,13 +14,15 @@ from PIL import Image
 from glm_grpo.data.basics import UserError, refusal
 from glm_grpo.data.edits import EDITS, sample_edits
 from glm_grpo.data.files import atomic_dir, atomic_write
-from glm_grpo.data.images import load_image, pil_to_tensor, tensor_to_pil
+from glm_grpo.data.images import load_image, match_images, pil_to_tensor, tensor_to_pil
 from glm_grpo.data.loader import PromptSampler, endless_batches, make_dataloader
-from glm_grpo.data.prompts import I2IDataset, T2IDataset, match_images, read_lines, read_prompts
+from glm_grpo.data.prompts import I2IDataset, T2IDataset, collate, split_off
+from glm_grpo.data.rows import read_lines, read_prompts, read_rows
 from glm_grpo.data.scenes import Scene, parse_prompt, sample_scenes, split_of, word_is_held_out
 
 COLORS = [(220, 40, 40), (40, 160, 60), (40, 80, 220)]
 PROMPTS = ["a red disc", "a green disc", "a blue disc"]
+SPLIT = ["flower 2", "flower 24", "flower 28"]  # of thirty
 OBJECTS = ["cat", "dog", "fish", "strawberry"]
 
 
@@ -161,6 +165,246 @@ def test_bad_json_lines_are_refused_with_their_line(tmp_path, line, message):
     assert "bad.jsonl, line 2:" in found and message in found
 
 
+@pytest.mark.parametrize(
+    "line, message",
+    [
+        ('{"prompt": "a cat \\ud83d"}', "is half a character"),
+        ('{"prompt": "a cat", "metadata": {"\\udc80": 1}}', "is half a character"),
+        ('{"prompt": "a cat", "target": "\\udcff.png"}', "is half a character"),
+        ('{"prompt": "a cat", "metadata": {"n": ' + "9" * 5000 + "}}", "more than 4300 digits"),
+        ('{"prompt": "a cat", "metadata": {"n": ' + "[" * 99 + "]" * 99 + "}}", "nested more"),
+        ("[" * 100_000, "nested more than 100 deep"),
+        ('{"prompt": "a cat", "' + "k" * 5000 + '": 1}', "unknown key 'kkk"),
+        ('{"prompt": "a cat", "metadata": "' + "m" * 5000 + '"}', "'metadata' cannot be"),
+        ('{"prompt": "a cat", "source": ["a.png", null]}', "'source' must be a file name"),
+    ],
+)
+def test_json_that_could_not_be_used_later_is_refused(tmp_path, line, message):
+    path = write(tmp_path / "bad.jsonl", '{"prompt": "fine"}\n' + line)
+    found = refusal(read_prompts, path)
+    assert "bad.jsonl, line 2:" in found and message in found
+    assert len(found) < 1000 and found.encode()
+
+
+@pytest.mark.parametrize("key", ["target", "source"])
+@pytest.mark.parametrize("name", ["n" * 300, "n" * 5000, "d" * 5000 + "/0.png", "0\\u0000.png"])
+def test_image_names_that_no_file_can_have_are_refused(tmp_path, key, name):
+    path = write(tmp_path / "bad.jsonl", f'{{"prompt": "a", "{key}": "{name}"}}')
+    message = refusal(I2IDataset, path, None)
+    assert "name is too long" in message or "null character" in message
+    assert len(message) < 500 and message.isprintable()
+
+
+def test_images_behind_broken_links_are_named(tmp_path):
+    prompts = write(tmp_path / "prompts.txt", "\n".join(PROMPTS))
+    targets = save_images(tmp_path / "targets", ["0.png", "1.png"])
+    (targets / "2.png").symlink_to("gone.png")
+    assert "2.png leads to gone.png, which is not there" in refusal(T2IDataset, prompts, targets)
+    (targets / "2.png").unlink()
+    (targets / "2.png").symlink_to("2.png")
+    assert "2.png leads back to itself" in refusal(T2IDataset, prompts, targets)
+    (tmp_path / "link").symlink_to("nowhere")
+    assert "link leads to nowhere" in refusal(T2IDataset, prompts, tmp_path / "link")
+
+
+def test_image_names_that_are_not_utf8_are_opened(tmp_path):
+    "Only their number counts."
+    prompts = write(tmp_path / "prompts.txt", "a red disc")
+    targets = save_images(tmp_path / "targets", ["0.png"])
+    os.rename(targets / "0.png", os.fsencode(targets) + b"/\xff0.png")
+    assert T2IDataset(prompts, targets)[0]["target"].shape == (3, 8, 8)
+
+
+# tables
+
+
+def test_a_prompt_file_of_the_package_is_offered(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert len(read_prompts("data/t2i/train/prompts.txt")) == 96
+    message = refusal(read_prompts, "data/t2i/prompts.txt")
+    assert "The package has data/i2i/train/prompts.jsonl, data/t2i/train/prompts.txt" in message
+    write_folder = tmp_path / "data" / "t2i" / "train"
+    write_folder.mkdir(parents=True)
+    write(write_folder / "prompts.txt", "my own")
+    assert read_prompts("data/t2i/train/prompts.txt") == [{"prompt": "my own"}]
+    assert [d.name for d in (tmp_path / "data").iterdir()] == ["t2i"]
+
+
+@pytest.mark.parametrize("separator", [",", ";", "\t"])
+def test_csv_of_spreadsheets(tmp_path, separator):
+    lines = ["Prompt|TARGET|weight|metadata", 'a|0.png|3|"{""k"": [1]}"', '"two\nlines"|1.png||']
+    text = "\ufeff" + "\r\n".join(lines).replace("|", separator) + "\r\n\r\n"
+    path = write(tmp_path / "table.CSV", text)
+    rows = read_rows(path)
+    assert rows.records == [
+        {"prompt": "a", "target": "0.png", "metadata": {"weight": "3", "k": [1]}},
+        {"prompt": "two\nlines", "target": "1.png", "metadata": {"weight": ""}},
+    ]
+    assert rows.places == ["line 2", "line 4"]
+    save_images(tmp_path, ["0.png", "1.png"])
+    dataset = T2IDataset(path)
+    assert dataset[1]["target"].shape == (3, 8, 8) and dataset.where(1).endswith("CSV, line 4")
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("", "no rows"),
+        ("prompt\n", "no rows"),
+        ("name,label\na,b\n", "no column 'prompt' (nor 'text', 'caption'). There are name, label"),
+        ("prompt,target\na,b\na, red, cat\n", "line 3: 3 cells, but line 1 names 2 columns"),
+        ('prompt\n"a cat\n', "no valid CSV"),
+        ("prompt,prompt\na,b\n", "line 1: 2 columns have the name 'prompt'"),
+        ("prompt,\na,b\n", "line 1: 1 columns have the name ''"),
+        ("prompt,target\na,x\n,y\n", "line 3: no prompt"),
+        ('prompt,metadata\na,"{1}"\n', "line 2, metadata: no valid JSON"),
+        ("prompt,metadata\na,b\n", "line 2: 'metadata' cannot be"),
+        ('prompt,source\na,"[1]"\n', "line 2: 'source' must be a file name"),
+        ('prompt\n"' + "a" * 200_000 + '"\n', "field larger than field limit"),
+        ("prompt\ncaf\xe9\n", "line 2: not UTF-8"),
+    ],
+)
+def test_bad_csv_is_refused_with_its_line(tmp_path, text, message):
+    found = refusal(read_prompts, write(tmp_path / "bad.csv", text.encode("latin-1")))
+    assert "bad.csv" in found and message in found
+
+
+def test_sources_of_a_csv_may_be_a_list(tmp_path):
+    save_images(tmp_path, ["0.png", "1.png"])
+    path = write(tmp_path / "edits.csv", 'caption,source\na,"[""1.png"", ""0.png""]"\nb,0.png\n')
+    dataset = I2IDataset(path, None)
+    assert [[p.name for p in row] for row in dataset.sources] == [["1.png", "0.png"], ["0.png"]]
+    assert dataset.notes == ["column 'caption' as prompt"]
+
+
+@pytest.mark.parametrize("name", ["prompts.json", "prompts.xlsx", "prompts.yaml"])
+def test_formats_that_would_be_read_as_nonsense_are_refused(tmp_path, name):
+    message = refusal(read_prompts, write(tmp_path / name, '["a cat"]\n'))
+    assert f"{name}: {name[7:]} files are not read. Save it as .txt" in message
+
+
+def picture(color):
+    file = io.BytesIO()
+    Image.new("RGB", (8, 8), color).save(file, "png")
+    return file.getvalue()
+
+
+@pytest.fixture
+def flowers():
+    "A dataset as they are shared: captions, images in cells, and other columns."
+    datasets = pytest.importorskip("datasets")
+    columns = {
+        "text": ["a rose", "a tulip"],
+        "image": [{"bytes": picture(color), "path": None} for color in COLORS[:2]],
+        "label": [3, None],
+        "day": [datetime.date(2026, 1, 19)] * 2,
+    }
+    return datasets.Dataset.from_dict(columns).cast_column("image", datasets.Image())
+
+
+def check_flowers(dataset):
+    assert dataset.prompts == ["a rose", "a tulip"]
+    assert dataset.where(1).endswith("row 2")
+    assert dataset[0]["metadata"] == {"label": 3, "day": "2026-01-19"}
+    expected = pil_to_tensor(Image.new("RGB", (8, 8), COLORS[1]))[0]
+    assert torch.equal(dataset[1]["target"], expected)
+    assert {"column 'text' as prompt", "column 'image' as target"} <= set(dataset.notes)
+
+
+def test_datasets_saved_in_each_form(tmp_path, flowers):
+    from datasets import DatasetDict
+
+    flowers.save_to_disk(tmp_path / "saved")
+    check_flowers(T2IDataset(tmp_path / "saved"))
+    DatasetDict({"train": flowers, "test": flowers}).save_to_disk(tmp_path / "splits")
+    in_splits = T2IDataset(tmp_path / "splits")
+    check_flowers(in_splits)
+    assert "split 'train' of test, train" in in_splits.notes
+    check_flowers(T2IDataset(tmp_path / "splits" / "test"))
+    (tmp_path / "hub" / "data").mkdir(parents=True)
+    flowers.to_parquet(tmp_path / "hub" / "data" / "train-00000-of-00001.parquet")
+    flowers.select([0]).to_parquet(tmp_path / "hub" / "data" / "test-00000-of-00001.parquet")
+    check_flowers(T2IDataset(tmp_path / "hub"))
+    check_flowers(T2IDataset(tmp_path / "hub" / "data" / "train-00000-of-00001.parquet"))
+
+
+def test_datasets_that_are_none_are_refused(tmp_path, flowers):
+    from datasets import DatasetDict
+
+    DatasetDict({"a": flowers, "b": flowers}).save_to_disk(tmp_path / "ab")
+    message = refusal(read_prompts, tmp_path / "ab")
+    assert "no split 'train'. Name the folder of one:" in message and "ab/b" in message
+    flowers.save_to_disk(tmp_path / "torn")
+    (tmp_path / "torn" / "data-00000-of-00001.arrow").write_bytes(b"ARROW")
+    assert "no whole dataset" in refusal(read_prompts, tmp_path / "torn")
+    flowers.select([]).to_parquet(tmp_path / "empty.parquet")
+    assert "empty.parquet: no rows" in refusal(read_prompts, tmp_path / "empty.parquet")
+    write(tmp_path / "text.parquet", "a cat")
+    assert "text.parquet: no valid Parquet" in refusal(read_prompts, tmp_path / "text.parquet")
+    flowers.remove_columns("text").to_parquet(tmp_path / "mute.parquet")
+    assert "no column 'prompt'" in refusal(read_prompts, tmp_path / "mute.parquet")
+    half = flowers.to_dict()
+    half["image"][1]["bytes"] = half["image"][1]["bytes"][:50]
+    flowers.from_dict(half).to_parquet(tmp_path / "half.parquet")
+    message = refusal(T2IDataset, tmp_path / "half.parquet")
+    assert "half.parquet, row 2, target: a broken image" in message
+
+
+def test_a_folder_without_a_dataset_is_refused(tmp_path):
+    assert "a folder without a dataset" in refusal(read_prompts, tmp_path)
+
+
+def test_images_in_cells_are_sources_of_edits(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    cells = [{"bytes": picture(color), "path": None} for color in COLORS[:2]]
+    columns = {"prompt": ["redder", "greener"], "source": cells, "target": cells[::-1]}
+    datasets.Dataset.from_dict(columns).to_parquet(tmp_path / "edits.parquet")
+    item = I2IDataset(tmp_path / "edits.parquet", None, image_size=4)[1]
+    assert item["source"][0].getpixel((0, 0)) == COLORS[1]
+    assert torch.equal(item["target"][:, 0, 0], torch.tensor(COLORS[0]) / 255)
+
+
+# which prompts are held out
+
+
+def test_equal_prompts_stay_on_one_side(tmp_path):
+    prompts = [f"flower {i % 15}" for i in range(60)]
+    dataset = T2IDataset(write(tmp_path / "prompts.txt", "\n".join(prompts)))
+    training, held_out = split_off(dataset)
+    assert len({*held_out.prompts}) == 2 and len(held_out) == 8 and len(training) == 52
+    assert not {*held_out.prompts} & {*training.prompts}
+
+
+def test_held_out_prompts_are_the_same_in_every_version(tmp_path):
+    "A checkpoint of an older version is evaluated on what it was not trained on."
+    dataset = T2IDataset(write(tmp_path / "p.txt", "\n".join(f"flower {i}" for i in range(30))))
+    assert split_off(dataset)[1].prompts == SPLIT
+
+
+@pytest.mark.parametrize("number, held", [(9, 0), (10, 2), (20, 2), (35, 3), (1500, 100)])
+def test_how_many_are_held_out(tmp_path, number, held):
+    lines = "\n".join(f"flower {i}" for i in range(number))
+    training, held_out = split_off(T2IDataset(write(tmp_path / "prompts.txt", lines)))
+    if not held:
+        assert training is held_out and len(training) == number
+    else:
+        assert (len(training), len(held_out)) == (number - held, held)
+
+
+def test_images_follow_their_prompts_when_some_are_held_out(tmp_path):
+    names = [f"{i}.png" for i in range(20)]
+    for folder in ("sources", "targets"):
+        save_images(tmp_path / folder, names)
+    prompts = write(tmp_path / "prompts.txt", "\n".join(["make it red"] * 20))
+    edits = I2IDataset(prompts, tmp_path / "sources", tmp_path / "targets")
+    for part in split_off(edits):
+        for i in range(len(part)):
+            number = int(part.where(i).split()[-1]) - 1  # of the image
+            assert part.targets[i].name == part.sources[i][0].name == f"{number}.png"
+            assert part[i]["source"][0].getpixel((0, 0)) == COLORS[number % 3]
+    assert len(split_off(edits)[1]) == 2  # one prompt, but twenty edits
+
+
 # which image belongs to which prompt
 
 
@@ -242,6 +486,18 @@ def test_several_sources_are_loaded_in_their_order_relative_to_the_folder(tmp_pa
     colors = [image.getpixel((0, 0)) for image in item["source"]]
     assert colors == [COLORS[2], COLORS[0]]
     assert [image.size for image in item["source"]] == [(4, 4)] * 2
+
+
+def test_sources_of_different_sizes_stand_in_one_batch(tmp_path):
+    sizes = [(8, 8), (24, 8), (8, 16)]
+    lines = [json.dumps({"prompt": name, "source": f"{i}.png"}) for i, name in enumerate(PROMPTS)]
+    for i, size in enumerate(sizes):
+        Image.new("RGB", size, COLORS[i]).save(tmp_path / f"{i}.png")
+    edits = I2IDataset(write(tmp_path / "edits.jsonl", "\n".join(lines)), None)
+    batch = collate([edits[i] for i in range(3)])
+    assert [source.size for [source] in batch["source_images"]] == sizes
+    fitted = I2IDataset(edits.prompts_file, None, image_size=4)
+    assert [fitted[i]["source"][0].size for i in range(3)] == [(4, 4)] * 3
 
 
 # images

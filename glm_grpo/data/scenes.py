@@ -21,6 +21,7 @@ from matplotlib import get_data_path
 from PIL import Image, ImageDraw, ImageFont
 
 from .basics import UserError
+from .files import bundled
 
 # %% ../../nbs/2_data/08_scenes.ipynb #n006
 class Drawings:
@@ -31,7 +32,7 @@ class Drawings:
         folder: str | Path = "data/drawings",  # holds drawings.png and drawings.json
     ):
         "UserError if the folder is not such a sheet."
-        folder = Path(folder)
+        folder = bundled(folder)
         for name in ("drawings.json", "drawings.png"):
             if not (folder / name).is_file():
                 raise UserError(

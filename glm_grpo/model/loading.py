@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 from ..data.basics import UserError
+from ..data.files import bundled
 
 # %% ../../nbs/3_model/05_loading.ipynb #n008
 def check_model_index(
@@ -73,8 +74,9 @@ def check_model_folder(
     again = "Download the model again, or make the tiny one with python -m glm_grpo.tiny."
     if not folder.is_dir():
         raise UserError(
-            f"{folder}: no such folder. Give the folder of a GLM-Image (data/tiny-glm-image) "
-            "or a hub id (zai-org/GLM-Image) as model.name."
+            f"{folder}: no such folder. Give the folder of a GLM-Image (data/tiny-glm-image comes "
+            "with the package, other models under data/ only with the repository) or a hub id "
+            "(zai-org/GLM-Image) as model.name."
         )
     index = folder / "model_index.json"
     if not index.is_file():
@@ -158,8 +160,10 @@ def quiet() -> Iterator[None]:
 def is_hub_id(
     name: str | Path,  # of a model
 ) -> bool:
-    "True for an id such as zai-org/GLM-Image, unless it is a folder or stands in one."
-    folder = Path(name).expanduser()
+    "True for an id such as zai-org/GLM-Image. False for a folder, or what could stand in one."
+    folder = bundled(Path(name).expanduser())
+    if folder.parts[:1] == ("data",):
+        return False
     if folder.exists() or folder.parent.is_dir():
         return False
     return re.fullmatch(r"[\w.-]+/[\w.-]+", str(name)) is not None
@@ -192,7 +196,7 @@ def load_pipeline(
         source = str(model_name)
         _check_hub(source)
     else:
-        source = Path(model_name).expanduser()
+        source = bundled(Path(model_name).expanduser())
         check_model_folder(source)
     try:
         with quiet():

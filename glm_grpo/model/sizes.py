@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from ..data.basics import UserError
+from ..data.files import bundled
 from .loading import check_model_folder, is_hub_id, quiet
 
 # %% ../../nbs/3_model/11_sizes.ipynb #n006
@@ -171,7 +172,7 @@ def local_folder(
 ) -> Path | None:  # None: the published model, which is not downloaded yet
     "Where a model's files are. UserError: another hub id that was not downloaded yet."
     if not is_hub_id(name):
-        return Path(name).expanduser()
+        return bundled(Path(name).expanduser())
     from huggingface_hub import try_to_load_from_cache
 
     index = try_to_load_from_cache(str(name), "model_index.json")

@@ -311,7 +311,7 @@ def check_prompt_lengths(
     available = model.ar.config.text_config.max_position_embeddings
     if needed > available:
         raise UserError(
-            f"{dataset.prompts_file}, line {longest + 1}: "
+            f"{dataset.where(longest)}: "
             f"{len(dataset.prompts[longest]):,} characters are {lengths[longest]:,} tokens; "
             f"with the image's they need {needed:,} positions, and the model has {available:,}. "
             "Shorten the prompt."

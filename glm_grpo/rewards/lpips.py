@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..data.basics import UserError
-from ..data.files import atomic_write
+from ..data.files import atomic_write, bundled
 from .perception import check_pair, in_parts
 
 # %% ../../nbs/4_rewards/08_lpips.ipynb #c030
@@ -69,7 +69,7 @@ def read_lpips_weights(
     path: str | Path,  # the safetensors file, or the archive
 ) -> dict[str, Tensor]:
     "The weights of either file. Raises UserError: it is missing, damaged or changed."
-    path = Path(path)
+    path = bundled(path)
     if not path.is_file():
         raise UserError(
             f"{path}: no such file; the reward lpips has its weights from it. {_GET_WEIGHTS}"

@@ -15,7 +15,8 @@ from pathlib import Path
 import numpy as np
 
 from ..data.basics import UserError
-from ..data.prompts import read_lines, read_prompts
+from ..data.files import bundled
+from ..data.rows import read_lines, read_prompts
 
 # %% ../../nbs/4_rewards/14_suites.ipynb #n007
 RELATIONS = ("left of", "right of", "above", "below")
@@ -255,7 +256,7 @@ def load_suite(
     T2I-CompBench's category, CVTG-2K's lists, source and target of an edit as paths.
     UserError names the file, the line and the fix.
     """
-    path = Path(data) / SUITES[suite] if suite in SUITES else Path(suite)
+    path = bundled(Path(data) / SUITES[suite] if suite in SUITES else suite)
     if not path.is_file():
         raise UserError(
             f"{path}: no such suite. There are {', '.join(SUITES)} (in the folder data), "

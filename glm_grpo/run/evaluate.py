@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 from ..data.basics import UserError, patch_to
+from ..data.files import check_output_folder
 from ..model.tokens import check_prompt_lengths
 from ..rewards.calling import RewardError, save_failed, where_raised
 from ..rewards.functions import functions_of_others, named_functions
@@ -27,6 +28,7 @@ from glm_grpo.run.build import (
 )
 from .checks import check_config
 from .command_line import parse_args, run_command
+from .comparison import prompts_label
 from .config import Config, image_height_width
 from .evaluation import evaluate_config, write_eval
 from .figures import before_after_figure, save_figure
@@ -165,7 +167,7 @@ def tell(self: Comparison, before: dict, after: dict | None) -> None:
             print(
                 f"{name:7} reward {result['reward_mean']:.4f} +- "
                 f"{result['standard_error']:.4f}  ({result['pictures']} images of "
-                f"{len(result['prompts'])} prompts)"
+                f"{len(result['prompts'])} {prompts_label(result)})"
             )
     print(numbers_table(before, after))
     for name, why in before["not_measured"].items():
@@ -232,6 +234,8 @@ def evaluate_command(words: list[str]) -> int:
     own, rest = parser.parse_known_args(words)
     if own.baseline and not own.checkpoint:
         raise UserError("--baseline is compared with a checkpoint. Name that with --checkpoint.")
+    if own.output_dir:
+        check_output_folder(own.output_dir, "--output_dir")
     checkpoint = find_checkpoint(own.checkpoint) if own.checkpoint else None
     baseline = find_checkpoint(own.baseline) if own.baseline else None
     if baseline:

@@ -270,4 +270,5 @@ def evaluate_config(
             options=options,
         )
     result["not_measured"] = others[1] | result["not_measured"]
+    result["prompts_are_held_out"] = not dataset.trained_on
     return result

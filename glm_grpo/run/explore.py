@@ -16,6 +16,7 @@ import numpy as np
 from torch import Tensor
 
 from ..data.basics import UserError
+from .comparison import prompts_label
 
 # %% ../../nbs/6_run/08_explore.ipynb #n008
 def _whole_lines(path: Path) -> list[dict]:
@@ -176,7 +177,7 @@ def before_after(
         label = f"{name}\n{means.mean():.3f}"
         bars.bar(label, means.mean(), yerr=error, color=colour, capsize=4)
     bars.set_ylabel("mean reward")
-    bars.set_title("held-out prompts", fontsize=9)
+    bars.set_title(prompts_label(found["before"]), fontsize=9)
     both = np.stack([before, after])
     places, counts = np.unique(np.round(both, 6), axis=1, return_counts=True)
     points.plot([both.min(), both.max()], [both.min(), both.max()], "k--", lw=0.8)

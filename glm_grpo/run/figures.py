@@ -13,6 +13,7 @@ import textwrap
 from pathlib import Path
 
 from ..data.files import atomic_write
+from .comparison import prompts_label
 
 from ..data.basics import patch_to
 
@@ -74,7 +75,8 @@ def title(self: BeforeAfterFigure) -> str:
     if len(self.results) == 1:
         return f"mean reward {means}"
     prompts, images = len(self.before["prompts"]), self.before["pictures"]
-    return f"mean reward {means} ({prompts} held-out prompts, {images} images each time)"
+    kind = prompts_label(self.before)
+    return f"mean reward {means} ({prompts} {kind}, {images} images each time)"
 
 
 @patch_to(BeforeAfterFigure)
@@ -194,6 +196,7 @@ def draw_rewards(ax, steps: list[int], lines: list[dict], levels: dict[str, dict
     for (name, result), colour in zip(levels.items(), ("C3", "C2")):
         if result:
             mean = result["reward_mean"]
-            ax.axhline(mean, color=colour, ls="--", lw=1.2, label=f"held-out, {name}: {mean:.3f}")
+            label = f"{prompts_label(result).removesuffix(' prompts')}, {name}: {mean:.3f}"
+            ax.axhline(mean, color=colour, ls="--", lw=1.2, label=label)
     ax.set(xlabel="step", ylabel="mean reward")
     ax.legend(fontsize=7)

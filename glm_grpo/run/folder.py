@@ -12,7 +12,7 @@ import os
 from pathlib import Path
 
 from ..data.basics import UserError
-from ..data.files import atomic_write
+from ..data.files import atomic_write, check_path
 from .command_line import BEGAN_WITH
 from .config import Config, to_yaml
 from .evaluation import write_eval
@@ -53,6 +53,7 @@ def choose_folder(
 ) -> Path:  # it is not made yet
     "The folder of a run. UserError: it cannot be written, or holds another run."
     out = Path(output_dir) if output_dir else next_folder(Path(root))
+    check_path(out, "--output_dir")
     if out.exists() and not out.is_dir():
         raise UserError(f"--output_dir {out}: a file has this name. Give another folder.")
     traces = [out / name for name in ("config.yaml", "metrics.jsonl", "checkpoints")]
@@ -60,6 +61,13 @@ def choose_folder(
         raise UserError(
             f"--output_dir {out}: a run is in it already. Go on with it: --resume {out}; or give "
             "another folder, or leave --output_dir out to get a new one."
+        )
+    results = [name for name in ("eval.json", "page.html") if (out / name).is_file()]
+    results += ["samples"] if any(out.glob("samples/*")) else []
+    if not resume and results:
+        raise UserError(
+            f"--output_dir {out}: holds {' and '.join(results)}, which would be overwritten. "
+            "Give another folder, or leave --output_dir out to get a new one."
         )
     for folder in (_existing(out), out / "logs", out / "samples", out / "checkpoints"):
         _check_writable(folder, out)

@@ -19,7 +19,12 @@ from PIL import Image
 from ..data.basics import UserError
 from ..data.files import atomic_write
 from .alarms import alarm_figure, reward_hacking_alarm
-from .comparison import Change, compare_evaluations, paired_difference
+from glm_grpo.run.comparison import (
+    Change,
+    compare_evaluations,
+    paired_difference,
+    prompts_label,
+)
 
 # %% ../../nbs/6_run/07_report.ipynb #n008
 def _text(
@@ -198,6 +203,12 @@ def _head(title: str) -> str:
     )
 
 # %% ../../nbs/6_run/07_report.ipynb #n021
+_NOT_HELD_OUT = (
+    "No prompts were held out: these numbers are of prompts that the model was trained on, and do "
+    "not tell how it does on others."
+)
+
+
 def write_page(
     path: str | Path,  # of the HTML file
     before: dict,  # result of `evaluate`
@@ -220,6 +231,8 @@ def write_page(
             "side by side. Evaluate both on the same prompts."
         )
     body = [f"<h1>{html.escape(title)}</h1>"]
+    if prompts_label(before) == "training prompts":
+        body.append(f'<p class="alarm">{_NOT_HELD_OUT}</p>')
     changes = compare_evaluations(before, after, trained)
     if messages := reward_hacking_alarm(history or [before, after], trained):
         body.append(_warnings(messages))

@@ -22,6 +22,7 @@ from ..model.wrapper import GLMImageWrapper
 from ..rewards.calling import reward_name
 from glm_grpo.run.build import (
     check_reward,
+    describe_data,
     load_model,
     make_reward,
     make_trainer,
@@ -31,6 +32,7 @@ from glm_grpo.run.build import (
 )
 from .checks import check_config
 from .command_line import parse_args, run_command, take_value
+from .comparison import prompts_label
 from .config import Config, image_height_width
 from .evaluate import TRUST, check_code_of_run, code_of, take_trust
 from .evaluation import evaluate_config
@@ -120,12 +122,7 @@ def prepare(self: Run) -> None:
     self.reward = make_reward(config)
     for prompts in (self.dataset, self.heldout):
         check_reward(self.reward, prompts, *self.size)
-    data = config.data
-    self.say(
-        "data",
-        f"{len(self.dataset)} training prompts ({data.prompts_file}), "
-        f"{len(self.heldout)} held out ({data.eval_prompts_file})",
-    )
+    self.say("data", describe_data(config, self.dataset, self.heldout))
     self.say("reward", describe_reward(self.reward))
 
 
@@ -186,20 +183,26 @@ def make_watch(self: Run) -> PeriodicEvaluation:
     )
 
 # %% ../../nbs/6_run/19_train.ipynb #n012
+def _reward_label(result):
+    "What the reward of an evaluation is called."
+    kind = prompts_label(result)
+    return "held-out reward" if kind == "held-out prompts" else f"reward on {kind}"
+
+
 def describe_result(
     result: dict,  # of `evaluate`
     reward: Callable | dict[str, Callable],
 ) -> str:
-    "The held-out reward with its error and parts, in one line."
+    "The reward of an evaluation with its error and parts, in one line."
     names = part_weights(reward)
     parts = ""
     if len(names) > 1:
         told = [f"{k} {v:.3f}" for k, v in result["metrics"].items() if k in names]
         parts = ", ".join(told) + "; "
     return (
-        f"held-out reward {result['reward_mean']:.3f} +- {result['standard_error']:.3f} ({parts}"
-        f"{result['pictures']} images of {len(result['prompts'])} prompts, "
-        f"{result['seconds']:.0f} s)"
+        f"{_reward_label(result)} {result['reward_mean']:.3f} +- "
+        f"{result['standard_error']:.3f} ({parts}{result['pictures']} images of "
+        f"{len(result['prompts'])} prompts, {result['seconds']:.0f} s)"
     )
 
 
@@ -353,7 +356,7 @@ def finish(self: Run) -> None:
         was, now = self.before["reward_mean"], self.after["reward_mean"]
         self.say(
             "result",
-            f"held-out reward {was:.3f} -> {now:.3f} ({now - was:+.3f}); see "
+            f"{_reward_label(self.after)} {was:.3f} -> {now:.3f} ({now - was:+.3f}); see "
             f"{self.out / 'before_after.png'}",
         )
 

@@ -1,0 +1,93 @@
+"Prompts that were trained on are never shown as held out: in files, on the page, on the console."
+
+import pytest
+import yaml
+from helpers import PROMPTS, evaluate_main, main, read_json, small
+
+from glm_grpo.data.prompts import T2IDataset, split_off
+from glm_grpo.run.build import describe_data, open_data
+from glm_grpo.run.comparison import prompts_label
+from glm_grpo.run.config import Config, DataConfig
+from glm_grpo.run.figures import before_after_figure
+
+pytestmark = pytest.mark.usefixtures("at_root")
+EVALUATED = ["--training.eval_samples", 1, "--training.max_steps", 1]
+
+
+@pytest.fixture
+def twenty(folder):
+    "The folder of the small run, with twenty prompts and no target images."
+    lines = [f"{PROMPTS[i % 3]}, number {i}" for i in range(20)]
+    (folder / "prompts.txt").write_text("\n".join(lines) + "\n")
+    for image in (folder / "target_images").iterdir():
+        image.unlink()
+    (folder / "target_images").rmdir()
+    return folder
+
+
+def run(folder, *words):
+    out = folder / "run"
+    assert main(*small(folder, "--output_dir", out, *EVALUATED, *words)) == 0
+    return out
+
+
+def test_few_prompts_are_called_training_prompts_everywhere(folder, capsys):
+    out = run(folder)
+    console = capsys.readouterr().out
+    assert "3 training prompts" in console and "none held out" in console
+    assert "held-out" not in console and "reward on training prompts" in console
+    found = read_json(out / "eval.json")
+    assert [found[name]["prompts_are_held_out"] for name in ("before", "after")] == [False] * 2
+    assert "No prompts were held out" in (out / "page.html").read_text(encoding="utf-8")
+
+
+def test_a_tenth_is_split_off_and_stays_when_the_run_goes_on(twenty, capsys):
+    out = run(twenty)
+    console = capsys.readouterr().out
+    assert "18 training prompts" in console
+    assert "2 held out of the same file (seed 0)" in console and "held-out reward" in console
+    first = read_json(out / "eval.json")["after"]
+    assert first["prompts_are_held_out"] is True
+    training, held_out = split_off(T2IDataset(twenty / "prompts.txt"))
+    assert first["prompts"] == held_out.prompts and not {*training.prompts} & {*held_out.prompts}
+    assert "No prompts were held out" not in (out / "page.html").read_text(encoding="utf-8")
+    assert yaml.safe_load((out / "config.yaml").read_text())["data"]["eval_prompts_file"] is None
+    # the order of another number of training prompts would be refused
+    assert main("--resume", out, "--num_steps", 2, "--training.eval_samples", 0) == 0
+    assert "18 training prompts" in capsys.readouterr().out
+    # an evaluation with another seed must not take prompts that were trained on
+    words = ["--output_dir", twenty / "other", "--training.seed", 5, "--training.eval_samples", 1]
+    assert evaluate_main("--checkpoint", out, *words) == 0
+    assert read_json(twenty / "other" / "eval.json")["after"]["prompts"] == held_out.prompts
+    assert "2 images of 2 held-out prompts" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["prompts.txt", "sub/../prompts.txt", "link.txt", "copy.txt"])
+def test_the_training_file_named_for_evaluations_is_not_held_out(twenty, name):
+    "Also as another path, through a link, or as a copy."
+    (twenty / "sub").mkdir()
+    (twenty / "link.txt").symlink_to("prompts.txt")
+    (twenty / "copy.txt").write_bytes((twenty / "prompts.txt").read_bytes())
+    files = {"prompts_file": twenty / "prompts.txt", "eval_prompts_file": twenty / name}
+    config = Config(data=DataConfig(**{key: str(path) for key, path in files.items()}))
+    training, evaluated = open_data(config)
+    assert len(training) == 20 and evaluated.trained_on
+    assert "none held out" in describe_data(config, training, evaluated)
+
+
+def test_figures_name_the_prompts_they_show():
+    from PIL import Image
+
+    result = {
+        "reward_mean": 0.5,
+        "rewards": [[0.5]],
+        "prompts": ["a cat"],
+        "pictures": 1,
+        "images": [Image.new("RGB", (8, 8))],
+        "metrics": {},
+    }
+    for held_out, name in ((True, "held-out prompts"), (False, "training prompts")):
+        same = result | {"prompts_are_held_out": held_out}
+        assert prompts_label(same) == name
+        assert name in before_after_figure(same, same).get_suptitle()
+    assert prompts_label(result) == "held-out prompts"  # of an earlier version

@@ -1,0 +1,90 @@
+"Names that cannot be used, and folders with something in them: one clear line, nothing written."
+
+import pytest
+from helpers import evaluate_main, files, main, small, told
+
+from glm_grpo.data.basics import refusal
+from glm_grpo.run.folder import choose_folder
+
+pytestmark = pytest.mark.usefixtures("at_root")
+NOT_UTF8 = b"caf\xe9".decode("utf-8", "surrogateescape")
+
+
+def make_odd(folder):
+    "A dangling link, two links that lead to each other, and a file."
+    (folder / "dangling").symlink_to("gone")
+    (folder / "loop_a").symlink_to("loop_b")
+    (folder / "loop_b").symlink_to("loop_a")
+    (folder / "file").write_text("")
+
+
+ODD = {
+    "dangling": "leads to gone, which is not there",
+    "dangling/run": "leads to gone, which is not there",
+    "loop_a": "leads back to itself",
+    "loop_a/run": "leads back to itself",
+    "x" * 300: "too long",
+    "x" * 5000: "too long",
+    "x" * 5000 + "/prompts.jsonl": "too long",
+    NOT_UTF8: "not UTF-8",
+    "file/run": "is a file",
+}
+NAMES = [
+    "dangling",
+    "below it",
+    "loop",
+    "below it",
+    "long",
+    "very long",
+    "below it",
+    "latin-1",
+    "in a file",
+]
+
+
+@pytest.mark.parametrize("name", ODD, ids=NAMES)
+@pytest.mark.parametrize("program", ["train", "evaluate"])
+def test_folders_that_cannot_be_written_are_told_first(folder, capsys, name, program):
+    make_odd(folder)
+    before = files(folder)
+    run = main if program == "train" else evaluate_main
+    assert run(*small(folder, "--output_dir", f"{folder}/{name}")) == 2
+    message = told(capsys)
+    assert message.startswith("error: --output_dir") and ODD[name] in message
+    message.encode()  # it can be printed anywhere
+    assert files(folder) == before
+
+
+def test_evaluate_does_not_write_over_a_file(folder, capsys):
+    (folder / "notes").write_text("mine")
+    assert evaluate_main("--output_dir", folder / "notes") == 2
+    assert "notes is a file, and a folder is needed there" in told(capsys)
+    assert (folder / "notes").read_text() == "mine"
+
+
+@pytest.mark.parametrize("name", ["eval.json", "page.html", "samples/step_000001.png"])
+def test_results_of_others_are_not_overwritten(tmp_path, name):
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text("")
+    message = refusal(choose_folder, str(tmp_path))
+    assert f"holds {name.split('/')[0]}, which would be overwritten" in message
+    assert choose_folder(str(tmp_path), resume="some checkpoint") == tmp_path
+    (tmp_path / name).unlink()
+    assert choose_folder(str(tmp_path)) == tmp_path
+
+
+@pytest.mark.parametrize("name", [n for n in ODD if n != "file/run"], ids=NAMES[:-1])
+@pytest.mark.parametrize(
+    "option", ["--data.prompts_file", "--data.eval_prompts_file", "--data.target_images_dir"]
+)
+@pytest.mark.parametrize("mode", ["t2i", "i2i"])
+def test_data_that_cannot_be_opened_are_told_first(folder, capsys, name, option, mode):
+    make_odd(folder)
+    (folder / "target_images").rename(folder / "source_images")  # both modes find what they need
+    run = folder / "run"
+    words = [option, f"{folder}/{name}", "--training.mode", mode, "--output_dir", run]
+    assert main(*small(folder, *words)) == 2
+    message = told(capsys)
+    assert ODD[name] in message
+    message.encode()
+    assert not run.exists()
