@@ -25,12 +25,34 @@ def not_whole(path: Path, error: Exception) -> UserError:
 
 def read_note(checkpoint: str | Path) -> dict:
     "trainer.json of a checkpoint: made_by, step, options, data. UserError if it is not whole."
+    path = Path(checkpoint) / "trainer.json"
     try:
-        note = json.loads((Path(checkpoint) / "trainer.json").read_text(encoding="utf-8"))
-        note["made_by"], note["step"]
-        return note
-    except (OSError, ValueError, KeyError, TypeError) as e:
+        note = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as e:
         raise not_whole(checkpoint, e) from None
+    if problem := _note_problem(note):
+        raise UserError(f"{path}: broken, {problem}. Take another checkpoint.")
+    return {**_NOTE_DEFAULTS, **note}
+
+
+# What trainer.json holds, besides the place in the data: that is the loader's matter.
+_NOTE_TYPES = {"made_by": dict, "step": int, "bad_steps": int, "options": dict}
+_NOTE_DEFAULTS = {"bad_steps": 0, "options": {}, "data": None}
+
+
+def _note_problem(note):
+    "What is wrong with a trainer.json, or None."
+    if not isinstance(note, dict):
+        return "it is no JSON object"
+    note = {**_NOTE_DEFAULTS, **note}
+    for key, kind in _NOTE_TYPES.items():
+        if key not in note:
+            return f"'{key}' is missing"
+        value = note[key]
+        negative = isinstance(value, int) and value < 0
+        if not isinstance(value, kind) or isinstance(value, bool) or negative:
+            return f"'{key}' cannot be {json.dumps(value)[:40]}"
+    return None
 
 # %% ../../nbs/5_training/10_checkpoint_folder.ipynb #n008
 def _written(checkpoint):
