@@ -86,7 +86,14 @@ def load_state_dict(
     state: dict,  # from `state_dict`, of any rank
 ) -> None:
     """Continue where that state was.
-    UserError if prompts, batch size or seed differ: the order would not be the same."""
+    UserError if prompts, batch size or seed differ: the order would not be the same; or if it is
+    no such state."""
+    wanted = {"batches", *_STATE_NAMES}
+    if not isinstance(state, dict) or not all(type(state.get(key)) is int for key in wanted):
+        raise UserError(
+            f"the checkpoint's place in the data is broken: {str(state)[:80]}. Take another "
+            "checkpoint."
+        )
     for key, name in _STATE_NAMES.items():
         own = getattr(self, key)
         if state[key] != own:
