@@ -16,9 +16,10 @@ from ..data.files import atomic_dir
 
 
 def not_whole(path: Path, error: Exception) -> UserError:
-    "What is said of a folder that is no whole checkpoint."
+    "What is said of a folder, or a file in it, that is no whole checkpoint."
+    reason = str(error).partition("\n")[0][:160]
     return UserError(
-        f"{path}: no whole checkpoint ({type(error).__name__}: {error}). Name a folder like "
+        f"{path}: no whole checkpoint ({type(error).__name__}: {reason}). Name a folder like "
         "outputs/run_001/checkpoints/checkpoint_step_10."
     )
 
@@ -52,7 +53,20 @@ def _note_problem(note):
         negative = isinstance(value, int) and value < 0
         if not isinstance(value, kind) or isinstance(value, bool) or negative:
             return f"'{key}' cannot be {json.dumps(value)[:40]}"
-    return None
+    return _trains_problem(note["made_by"].get("trains", ""))
+
+
+def _trains_problem(trains):
+    "What is wrong with what a checkpoint says of its adapters (JSON after a word), or None."
+    problem = f"'trains' cannot be {json.dumps(trains)[:40]}"
+    if not isinstance(trains, str):
+        return problem
+    if not trains.startswith("LoRA "):
+        return None
+    try:
+        return None if isinstance(json.loads(trains[5:]), dict) else problem
+    except ValueError:
+        return problem
 
 # %% ../../nbs/5_training/10_checkpoint_folder.ipynb #n008
 def _written(checkpoint):
