@@ -35,7 +35,7 @@ def read_note(checkpoint: str | Path) -> dict:
         raise UserError(f"{path}: broken, {problem}. Take another checkpoint.")
     return {**_NOTE_DEFAULTS, **note}
 
-
+# %% ../../nbs/5_training/10_checkpoint_folder.ipynb #c0f4c04
 # What trainer.json holds, besides the place in the data: that is the loader's matter.
 _NOTE_TYPES = {"made_by": dict, "step": int, "bad_steps": int, "options": dict}
 _NOTE_DEFAULTS = {"bad_steps": 0, "options": {}, "data": None}
