@@ -95,9 +95,16 @@ class Rollout:
             return False
 
     def __repr__(self):
+        told = [f"{len(self)} rows of {len(set(self.prompts))} different prompts"]
         shape = list(self.image_tensors.shape) if self.image_tensors is not None else "no"
-        tokens = "" if self.token_ids is None else f", {self.token_ids.shape[1]} tokens each"
-        return f"Rollout({len(self)} rows, {shape} images{tokens})"
+        told.append(f"{shape} images")
+        if self.token_ids is not None:
+            told.append(f"{self.token_ids.shape[1]} tokens each")
+        if self.latents_logprobs is not None:
+            told.append(f"{self.latents_logprobs.shape[1]} denoising decisions each")
+        if self.token_logprobs is not None:
+            told.append(f"mean log-prob of a token {self.token_logprobs.mean().item():.3f}")
+        return f"Rollout({', '.join(told)})"
 
 # %% ../../nbs/2_data/07_rollout.ipynb #n014
 @dataclass(frozen=True)
@@ -120,6 +127,12 @@ class Samples:
     def with_advantages(self, advantages: Tensor, counted: Tensor) -> "Samples":
         "The same samples with their advantages."
         return replace(self, advantages=advantages, counted=counted)
+
+    def __repr__(self):
+        size = " x ".join(map(str, self.old_logprobs.shape))
+        groups = f"groups of {self.group_size}"
+        judged = "without" if self.advantages is None else "with"
+        return f"Samples({size} decisions, {groups}, {judged} advantages; of {self.rollout!r})"
 
 # %% ../../nbs/2_data/07_rollout.ipynb #n017
 class Policy:

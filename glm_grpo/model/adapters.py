@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['LORA_PLACES', 'LoraOptions', 'lora_options', 'LoraPlace', 'add_lora', 'half_folders', 'SavedAdapter', 'read_adapter',
-           'saved_lora_options']
+           'check_finite_weights', 'saved_lora_options', 'choose_lora']
 
 # %% ../../nbs/3_model/10_adapters.ipynb #n003
 import dataclasses
@@ -166,10 +166,10 @@ def read_adapter(
     from safetensors.torch import load_file
 
     try:
-        config = json.loads(Path(folder, "adapter_config.json").read_text())
+        config = json.loads(Path(folder, "adapter_config.json").read_text(encoding="utf-8"))
         tensors = load_file(Path(folder, "adapter_model.safetensors"))
-        names = _names_in(config["target_modules"])
-        return SavedAdapter(config["r"], config["lora_alpha"], names, tensors)
+        rank, alpha = int(config["r"]), float(config["lora_alpha"])
+        saved = SavedAdapter(rank, alpha, _names_in(config["target_modules"]), tensors)
     except FileNotFoundError as error:
         name = Path(error.filename or "adapter_model.safetensors").name
         raise UserError(
@@ -178,11 +178,26 @@ def read_adapter(
         ) from None
     except Exception as error:
         raise UserError(
-            f"{folder}: the adapter does not load ({type(error).__name__}). "
+            f"{folder}: the adapter does not load ({type(error).__name__}: {error}). "
             "Take another checkpoint."
         ) from error
+    check_finite_weights(tensors, Path(folder, "adapter_model.safetensors"))
+    return saved
 
 
+def check_finite_weights(
+    weights: dict[str, Tensor],
+    file: str | Path,  # that they were read from
+) -> None:
+    "UserError: a weight has numbers that are not finite."
+    for name, weight in weights.items():
+        if not weight.isfinite().all():
+            raise UserError(
+                f"{file}: {name} holds numbers that are not finite. Take an older checkpoint, "
+                "and train on with a lower learning rate."
+            )
+
+# %% ../../nbs/3_model/10_adapters.ipynb #c9dfbc2
 def saved_lora_options(
     folder: str | Path,  # of saved adapters
     halves: Iterable[str],  # those that train: "ar", "dit" or both
@@ -194,3 +209,16 @@ def saved_lora_options(
         options["rank"], options["alpha"] = saved.rank, saved.alpha
         options[LORA_PLACES[half].option] = saved.target_modules
     return LoraOptions(**options)
+
+
+def choose_lora(
+    # None or False: all weights train; a folder: the adapters saved there
+    lora: bool | dict | LoraOptions | str | Path | None,
+    halves: Iterable[str],  # those that train
+) -> LoraOptions | None:
+    "The options of the adapters that are wanted; None: there are none."
+    if lora is None or lora is False:
+        return None
+    if isinstance(lora, (str, Path)):
+        lora = saved_lora_options(lora, halves)
+    return lora_options(lora)

@@ -96,8 +96,11 @@ def pick_device(
     # "cuda", "cuda:1", "mps", "cpu" or a torch.device;
     # None: CUDA if there is one, else MPS, else the CPU
     device: str | torch.device | None = None,
+    # transformers' word for it: None, "auto" or one device
+    device_map: str | torch.device | None = None,
 ) -> torch.device:
     "The device to work on. UserError: an unknown name, or a device that is not there."
+    device = _device_of_map(device, device_map)
     there = {
         "cuda": torch.cuda.is_available(),
         "mps": torch.backends.mps.is_available(),
@@ -118,12 +121,31 @@ def pick_device(
         )
     return device
 
+
+def _device_of_map(device, device_map):
+    "The device that a device map means. UserError: it spreads the model, or is not `device`."
+    if device_map is None or device_map == "auto":
+        return device
+    if not isinstance(device_map, (str, torch.device)) or device_map in _SPREADING:
+        raise UserError(
+            f"device_map {device_map}: the model is not spread over devices. Give one device "
+            "(cuda:0), or leave it out; offload=True keeps the idle half in the host's memory, "
+            "and the option training.shard cuts the weights over several processes."
+        )
+    if device is not None and str(device) != str(device_map):
+        raise UserError(f"device '{device}' and device_map '{device_map}' differ. Give one.")
+    return device_map
+
+
+_SPREADING = ("balanced", "balanced_low_0", "sequential")
+
 # %% ../../nbs/3_model/05_loading.ipynb #n020
 def pick_dtype(
     dtype: str | torch.dtype | None,  # None: bfloat16 on CUDA, else float32
     device: torch.device,
+    all_weights: bool = False,  # whether they train themselves, not adapters beside them
 ) -> torch.dtype:
-    "The number format of the weights. UserError: another name than the three that are possible."
+    "The number format of the weights. UserError: an unknown name, or float16 for all weights."
     if dtype is None:
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     known = {
@@ -134,6 +156,11 @@ def pick_dtype(
     found = known.get(str(dtype).removeprefix("torch."))
     if found is None:
         raise UserError(f"torch_dtype '{dtype}': take float32, bfloat16 or float16.")
+    if found == torch.float16 and all_weights:
+        raise UserError(
+            "torch_dtype float16 cannot train all weights: small updates vanish. Take bfloat16 "
+            "or float32, or train adapters (lora=True)."
+        )
     return found
 
 # %% ../../nbs/3_model/05_loading.ipynb #n023

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..data.basics import patch_to
+from ..data.basics import UserError, patch_to
 from ..data.rollout import Policy, Rollout, Samples, per_row
 from ..maths.sde import gaussian_kl, ratio_norm, step_coefficients, velocity_mse
 from .denoise import NO_NOISE, NoiseOptions
@@ -117,6 +117,12 @@ class DiTPolicy(Policy):
         return self.model.get_trainable_parameters(self.name)
 
     def samples(self, rollout, group_rows):
+        "UserError: no denoising step decided."
+        if rollout.latents_logprobs is None:
+            raise UserError(
+                "the denoising policy has nothing to learn from: no step added noise. Take at "
+                "least 2 num_inference_steps (the last one adds none) and a noise_level above 0."
+            )
         return Samples(rollout, rollout.latents_logprobs, rollout.images_per_sample)
 
     def score(self, samples):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..data.basics import UserError
 from ..data.files import atomic_dir
-from .adapters import LORA_PLACES, half_folders, read_adapter
+from .adapters import LORA_PLACES, check_finite_weights, half_folders, read_adapter
 from .loading import quiet
 from .memory import cut_like
 
@@ -72,8 +72,15 @@ def _read_weights_for(model, half: str, folder: Path) -> Callable[[], None]:
         raise UserError(f"{folder}: no saved weights, config.json is missing. {advice}")
     module = model.halves[half]
     dtype = {"dtype" if half == "ar" else "torch_dtype": model.dtype}
-    with quiet():
-        state = type(module).from_pretrained(folder, local_files_only=True, **dtype).state_dict()
+    try:
+        with quiet():
+            saved = type(module).from_pretrained(folder, local_files_only=True, **dtype)
+    except Exception as error:  # several libraries read, each with errors of its own
+        raise UserError(
+            f"{folder}: the weights do not load ({type(error).__name__}). Take another checkpoint."
+        ) from error
+    state = saved.state_dict()
+    check_finite_weights(state, folder)
 
     def load():
         model.wake(half)

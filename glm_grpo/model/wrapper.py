@@ -7,6 +7,7 @@ __all__ = ['COMPONENTS', 'POLICIES', 'GLMImageWrapper']
 
 # %% ../../nbs/3_model/17_wrapper.ipynb #n003
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,26 +15,18 @@ import torch
 from torch import Tensor
 
 from ..data.basics import UserError, patch_to
-from ..data.rollout import Rollout, RolloutOptions, SampleNames, request_names
-from .adapters import LoraOptions, add_lora, lora_options, saved_lora_options
+from ..data.rollout import Rollout, RolloutOptions, SampleNames
+from .adapters import LoraOptions, add_lora, choose_lora
 from .decoding import sample_latents
 from .latents import decode_latents
 from .loading import load_pipeline, pick_device, pick_dtype, quiet
-from glm_grpo.model.memory import (
-    Offload,
-    checkpointing,
-    require_full_weights,
-    shard_halves,
-    trainable_parts,
-)
+from .memory import Offload, checkpointing, require_full_weights
+from .memory import shard_halves, trainable_parts
 from .policies import ARPolicy, DiTPolicy
 from .requests import ImageRequest, check_sources, complete_options
-from glm_grpo.model.rollouts import (
-    RolloutSampler,
-    image_inputs,
-    score_denoising_decisions,
-    score_token_decisions,
-)
+from .requests import image_defaults, number_rows
+from .rollouts import RolloutSampler, image_inputs
+from .rollouts import score_denoising_decisions, score_token_decisions
 from .saving import load_halves, save_halves
 
 # %% ../../nbs/3_model/17_wrapper.ipynb #n024
@@ -56,16 +49,20 @@ class GLMImageWrapper:
         seed: int = 0,  # of the adapters' start, and of sampling where no other is given
         gradient_checkpointing: bool = False,  # less memory in the backward pass, a third slower
         offload: bool = False,  # the idle half's frozen weights wait in the host's memory
+        # the same as device; "auto": the best there is
+        device_map: torch.device | str | None = None,
     ):
         "UserError: not a GLM-Image, unknown device, dtype or component."
         if component not in COMPONENTS:
             raise UserError(f"component '{component}': take ar, dit or both.")
         self.name, self.component, self.seed = str(model_name), component, seed
-        self.device = pick_device(device)
-        self.dtype = pick_dtype(torch_dtype, self.device)
+        self.device = pick_device(device, device_map)
+        self.dtype = pick_dtype(torch_dtype, self.device, all_weights=lora in (None, False))
         self.pipe = load_pipeline(model_name, self.dtype, self.device)
-        self.processor = self.pipe.processor
-        self.ar, self.dit = self.pipe.vision_language_encoder, self.pipe.transformer
+        self.processor, self.tokenizer = self.pipe.processor, self.pipe.processor.tokenizer
+        self.ar = self.ar_model = self.pipe.vision_language_encoder
+        self.dit = self.dit_model = self.pipe.transformer
+        self.image_defaults = image_defaults(self.pipe)
         models = {"ar": self.ar, "dit": self.dit}
         self.halves = {half: models[half] for half in COMPONENTS[component]}
         self._choose_weights(lora)
@@ -84,11 +81,7 @@ class GLMImageWrapper:
 @patch_to(GLMImageWrapper)
 def _choose_weights(self, lora):
     "Adapters, or all weights of the language model and of the DiT."
-    self.lora, self.adapters = None, {}
-    if isinstance(lora, (str, Path)):
-        lora = saved_lora_options(lora, self.halves)
-    if lora is not None and lora is not False:
-        self.lora = lora_options(lora)
+    self.lora, self.adapters = choose_lora(lora, self.halves), {}
     for half, model in self.halves.items():
         if self.lora:
             adapted = add_lora(model, self.lora, self.seed, half)
@@ -124,6 +117,12 @@ def get_trainable_parameters(
 
 
 @patch_to(GLMImageWrapper)
+def parameters(self) -> Iterator[torch.nn.Parameter]:
+    "All weights of both halves, frozen ones as well."
+    return itertools.chain(self.ar.parameters(), self.dit.parameters())
+
+
+@patch_to(GLMImageWrapper)
 def wake(self, half: str) -> None:
     "With offload: fetch this half's frozen weights, and let go of the other's."
     self.offload.wake(half)
@@ -143,10 +142,11 @@ def __repr__(self):
 def generate_with_tracking(  # noqa: PLR0913  the public interface
     self,
     prompts: str | list[str],  # N, one image each: repeat a prompt for a group
-    images: list | None = None,  # image to image: N lists of PIL images, as many in each
+    # image to image: N PIL images, or N lists of them, as many in each
+    images: list | None = None,
     *,
-    height: int,  # pixels, a multiple of 32
-    width: int,
+    height: int | None = None,  # pixels, a multiple of 32; None: the model's own
+    width: int | None = None,
     seed: int | str | None = None,  # None: the wrapper's
     names: SampleNames | None = None,  # of the noise of each row; None: made from the seed
     # rows scored at a time; with the trainer's micro-batch ratios are exactly 1 in bf16, too
@@ -156,17 +156,18 @@ def generate_with_tracking(  # noqa: PLR0913  the public interface
     on_images: Callable[[list[int], Tensor], None] | None = None,
     options: RolloutOptions | None = None,
     # fields of RolloutOptions: num_inference_steps, guidance_scale, temperature, top_p,
-    # noise_level, sde_type, window...
+    # noise_level, sde_type, window...; what is not given is the model's own
     **changes,
 ) -> Rollout:
     "Sample tokens, make images of those tokens, score both. UserError: sizes do not fit."
     prompts = [prompts] if isinstance(prompts, str) else list(prompts)
-    check_sources(prompts, images)
+    images = check_sources(prompts, images)
+    own = self.image_defaults
+    height, width = height or own["height"], width or own["width"]
     if names is None:
         seed = self.seed if seed is None else seed
-        images_per_sample = {"ar": 1, "dit": len(prompts), "both": 2}[self.component]
-        names = SampleNames.number(seed, 0, request_names(prompts, images), images_per_sample)
-    options = complete_options(options, changes, self.ar.generation_config)
+        names = number_rows(seed, prompts, images, self.component)
+    options = complete_options(options, changes, self.pipe)
     noise_and_options = names, options, score_batch_size, decode, on_images
     request = ImageRequest(prompts, images, height, width, *noise_and_options)
     return RolloutSampler(self, request).sample()

@@ -16,21 +16,57 @@ from ..data.files import atomic_dir
 
 
 def not_whole(path: Path, error: Exception) -> UserError:
-    "What is said of a folder that is no whole checkpoint."
+    "What is said of a folder, or a file in it, that is no whole checkpoint."
+    reason = str(error).partition("\n")[0][:160]
     return UserError(
-        f"{path}: no whole checkpoint ({type(error).__name__}: {error}). Name a folder like "
+        f"{path}: no whole checkpoint ({type(error).__name__}: {reason}). Name a folder like "
         "outputs/run_001/checkpoints/checkpoint_step_10."
     )
 
 
 def read_note(checkpoint: str | Path) -> dict:
     "trainer.json of a checkpoint: made_by, step, options, data. UserError if it is not whole."
+    path = Path(checkpoint) / "trainer.json"
     try:
-        note = json.loads((Path(checkpoint) / "trainer.json").read_text(encoding="utf-8"))
-        note["made_by"], note["step"]
-        return note
-    except (OSError, ValueError, KeyError, TypeError) as e:
+        note = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as e:
         raise not_whole(checkpoint, e) from None
+    if problem := _note_problem(note):
+        raise UserError(f"{path}: broken, {problem}. Take another checkpoint.")
+    return {**_NOTE_DEFAULTS, **note}
+
+# %% ../../nbs/5_training/10_checkpoint_folder.ipynb #c0f4c04
+# What trainer.json holds, besides the place in the data: that is the loader's matter.
+_NOTE_TYPES = {"made_by": dict, "step": int, "bad_steps": int, "options": dict}
+_NOTE_DEFAULTS = {"bad_steps": 0, "options": {}, "data": None}
+
+
+def _note_problem(note):
+    "What is wrong with a trainer.json, or None."
+    if not isinstance(note, dict):
+        return "it is no JSON object"
+    note = {**_NOTE_DEFAULTS, **note}
+    for key, kind in _NOTE_TYPES.items():
+        if key not in note:
+            return f"'{key}' is missing"
+        value = note[key]
+        negative = isinstance(value, int) and value < 0
+        if not isinstance(value, kind) or isinstance(value, bool) or negative:
+            return f"'{key}' cannot be {json.dumps(value)[:40]}"
+    return _trains_problem(note["made_by"].get("trains", ""))
+
+
+def _trains_problem(trains):
+    "What is wrong with what a checkpoint says of its adapters (JSON after a word), or None."
+    problem = f"'trains' cannot be {json.dumps(trains)[:40]}"
+    if not isinstance(trains, str):
+        return problem
+    if not trains.startswith("LoRA "):
+        return None
+    try:
+        return None if isinstance(json.loads(trains[5:]), dict) else problem
+    except ValueError:
+        return problem
 
 # %% ../../nbs/5_training/10_checkpoint_folder.ipynb #n008
 def _written(checkpoint):

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..data.basics import UserError
 from ..data.rollout import Policy, Rollout, Samples
 from ..maths.advantages import compute_advantages, equal_groups, gdpo_advantages
 from ..rewards.weighted import Judging, Scores
@@ -65,8 +66,15 @@ def compare_samples(
 
 # %% ../../nbs/5_training/06_experience.ipynb #n015
 def of_policy(name: str, value: Any) -> Any:
-    "A reward that is given per policy, or one for all."
-    return value[name] if isinstance(value, dict) else value
+    "A reward that is given per policy, or one for all. UserError: there is none for it."
+    if not isinstance(value, dict):
+        return value
+    if name not in value:
+        raise UserError(
+            f"reward_function has a reward for {', '.join(value) or 'no policy'}, and none for "
+            f"{name}. Give one function, or a dict with a reward for each policy that trains."
+        )
+    return value[name]
 
 
 def repeat_rows(items: list | None, times: int) -> list | None:
@@ -134,6 +142,11 @@ class Experience:
     memory: dict[str, float] = field(default_factory=dict)  # the same -> gigabytes at the peak
     # policy -> |new - old| per decision, mean over the samples; before each optimizer step
     gaps: list[dict[str, Tensor]] = field(default_factory=list)
+
+    def __repr__(self):
+        samples = ", ".join(f"{len(s)} samples of {name}" for name, s in self.samples.items())
+        reward = self.numbers["reward_mean"]
+        return f"Experience({self.rollout!r}, {samples}, mean reward {reward:.4f})"
 
     @contextlib.contextmanager
     def measured(self, phase: str, device: torch.device | str) -> Iterator[None]:

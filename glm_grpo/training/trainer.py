@@ -14,12 +14,12 @@ from pathlib import Path
 from torch import Tensor
 
 from ..data.basics import UserError, patch_to
-from ..data.loader import endless_batches
+from ..data.loader import as_batch, batches_per_pass, endless_batches
 from ..data.rollout import Policy, Samples
 from ..maths.loss import compute_grpo_loss
 from . import checkpoints
-from .callbacks import Callback
-from .collector import Collector
+from .callbacks import Callback, ProgressBar
+from .collector import Collector, complete_trainer_options
 from .experience import Experience, MiniBatch, deal_minibatches, of_policy
 from .interrupts import uncut
 from .metrics import NotFinite, to_floats
@@ -48,33 +48,30 @@ class MinimalGRPOTrainer:
         train_dataloader: Iterable[dict],  # batches: prompts, target_images, source_images...
         reward_function: Callable | dict,  # see `call_reward`; a dict: each policy's own
         group_size: int = 4,  # G: samples of each prompt
-        clip_range: float = 0.2,  # of all policies; dit_clip_range sets the DiT's
+        # of all policies; None: 0.2 for tokens, 1e-4 for denoising steps
+        clip_range: float | None = None,
         learning_rate: float = 5e-6,
-        height: int = 1024,
-        width: int = 1024,
-        num_inference_steps: int = 50,
-        guidance_scale: float = 1.5,
+        # None: the model's own; of the published one 1024, 1024, 50 and 1.5
+        height: int | None = None,  # pixels, a multiple of 32
+        width: int | None = None,
+        num_inference_steps: int | None = None,
+        guidance_scale: float | None = None,
         *,
         options: TrainerOptions | None = None,  # in place of group_size to guidance_scale
         ranks: Ranks | None = None,  # processes that share the step's prompts; None: this one alone
-        callbacks: Iterable[Callback] = (),  # called in this order
+        callbacks: Iterable[Callback] | None = None,  # called in this order; None: a ProgressBar
         **changes,  # any option of TrainerOptions by its name: beta, micro_batch_size, seed...
     ):
         "UserError: an option that is unknown or cannot work."
-        options = options or TrainerOptions().with_changes(
-            num_samples=group_size,
-            clip_range=clip_range,
-            dit_clip_range=clip_range,
-            learning_rate=learning_rate,
-            height=height,
-            width=width,
-            num_inference_steps=num_inference_steps,
-            guidance_scale=guidance_scale,
-        )
-        self.options = options.with_changes(**changes).check()
+        given = {"height": height, "width": width, "guidance_scale": guidance_scale}
+        given |= {"num_samples": group_size, "num_inference_steps": num_inference_steps}
+        given |= {"clip_range": clip_range, "learning_rate": learning_rate}
+        self.options = complete_trainer_options(model, options, given, changes)
         self.model, self.policies = model, model.policies
-        self.train_dataloader, self.callbacks = train_dataloader, list(callbacks)
-        self.ranks = ranks or Ranks()
+        self.train_dataloader, self.ranks = train_dataloader, ranks or Ranks()
+        if callbacks is None:
+            callbacks = [ProgressBar()] if self.ranks.first else []
+        self.callbacks = list(callbacks)
         self.rewards = {name: of_policy(name, reward_function) for name in self.policies}
         self.collector = Collector(model, self.rewards, self.options, self.ranks)
         self.images_per_prompt = self.collector.images_per_prompt
@@ -84,6 +81,17 @@ class MinimalGRPOTrainer:
         self.stop = False  # set it to end `train` after the running step
         self.whole = True  # False while some, but not all, optimizer steps on a rollout are done
         self.last_experience = None
+
+
+@patch_to(MinimalGRPOTrainer)
+def __repr__(self):
+    options, name = self.options, getattr(self.model, "name", type(self.model).__name__)
+    return (
+        f"MinimalGRPOTrainer({' and '.join(self.policies)} of {Path(str(name)).name}: step "
+        f"{self.step}, groups of {options.grpo.num_samples}, {options.height} x {options.width} "
+        f"pixels, {options.rollout.num_inference_steps} denoising steps, learning rate "
+        f"{options.optimizer.learning_rate:g})"
+    )
 
 # %% ../../nbs/5_training/14_trainer.ipynb #n025
 @patch_to(MinimalGRPOTrainer)
@@ -195,11 +203,13 @@ def score(self, policy: Policy, piece: Samples, beta: float) -> tuple[Tensor, di
 @patch_to(MinimalGRPOTrainer)
 def train(
     self,
-    num_steps: int,  # how many more
+    num_steps: int | None = None,  # how many more; None: one pass over the dataloader
 ) -> list[dict[str, float]]:  # the steps' metrics
     """Train. `stop = True` ends it after the running step. An exception leaves model, optimizer,
     step and data order as after the last whole step; only between several updates on one rollout
     it cannot, and then `whole` is False and nothing is saved."""
+    if num_steps is None:
+        num_steps = batches_per_pass(self.train_dataloader)
     self.stop, self.last_step, history = False, self.step + num_steps, []
     batches = endless_batches(self.train_dataloader, self.step)
     with callbacks_running(self):
@@ -214,7 +224,7 @@ def train(
 def train_next(self, batches: Iterator[dict]) -> dict[str, float]:
     "The next step, and its callbacks. Ctrl+C while it learns waits until they are done."
     taken = []
-    self.ranks.agree(lambda: taken.append(next(batches)))
+    self.ranks.agree(lambda: taken.append(as_batch(next(batches))))
     experience = self.collect(taken[0])
     with uncut():
         metrics = self.learn(experience)
@@ -262,11 +272,12 @@ def unlearnt_batch_returns(trainer: MinimalGRPOTrainer) -> Iterator[None]:
 @patch_to(MinimalGRPOTrainer)
 def generate_samples(
     self,
-    prompts: list[str],  # B
-    source_images: list | None = None,  # B lists of PIL images, for image to image
+    prompts: str | list[str],  # B
+    source_images: list | None = None,  # B PIL images, or B lists of them, for image to image
 ) -> tuple[Tensor, Tensor, Tensor]:
     "(image_tensors [B*G, 3, H, W], old log-probs [B*G, T], token_ids [B*G, T])"
-    rollout = self.collector.sample(prompts, source_images, self.step)
+    batch = as_batch({"prompts": prompts, "source_images": source_images})
+    rollout = self.collector.sample(batch["prompts"], batch["source_images"], self.step)
     policy = next(iter(self.policies.values()))
     samples = policy.samples(rollout, self.images_per_prompt)
     return rollout.image_tensors, samples.old_logprobs, rollout.token_ids
