@@ -26,6 +26,7 @@ from glm_grpo.model.memory import (
     shard_halves,
     trainable_parts,
 )
+from .padding import choose_attention_kernels
 from .policies import ARPolicy, DiTPolicy
 from .requests import ImageRequest, check_sources, complete_options
 from glm_grpo.model.rollouts import (
@@ -62,6 +63,7 @@ class GLMImageWrapper:
             raise UserError(f"component '{component}': take ar, dit or both.")
         self.name, self.component, self.seed = str(model_name), component, seed
         self.device = pick_device(device)
+        choose_attention_kernels(self.device)
         self.dtype = pick_dtype(torch_dtype, self.device)
         self.pipe = load_pipeline(model_name, self.dtype, self.device)
         self.processor = self.pipe.processor
