@@ -17,6 +17,7 @@ from transformers import DynamicCache
 
 from ..data.basics import UserError, patch_to
 from .nucleus import pack_kept, sample_token_ids
+from .padding import trim, visibility
 from .tokens import PromptInputs, language_model_parts
 
 # %% ../../nbs/3_model/03_sampling.ipynb #c012
@@ -28,7 +29,7 @@ def prefill(
     cache = DynamicCache(config=text_model.config)
     out = text_model(
         inputs_embeds=text_model.embed_tokens(inputs.input_ids),
-        attention_mask=inputs.attention_mask,
+        attention_mask=visibility(inputs),
         position_ids=inputs.position_ids,
         past_key_values=cache,
         use_cache=True,
@@ -78,7 +79,9 @@ class KVCache:
         for keys, values in prefilled:
             keys = self._with_room(keys, prompt_index, room)
             self.layers.append((keys, self._with_room(values, prompt_index, room)))
-        self.bias = self._make_bias(inputs.attention_mask, prompt_index, room, keys.dtype)
+        padded = min(inputs.lengths) < L
+        mask = inputs.attention_mask
+        self.bias = self._make_bias(mask, padded, prompt_index, room, keys.dtype)
 
     @staticmethod
     def _with_room(x, prompt_index, room):
@@ -88,10 +91,10 @@ class KVCache:
         out[:, :, :L] = x[prompt_index]
         return out
 
-    def _make_bias(self, attention_mask, prompt_index, room, dtype):
+    def _make_bias(self, attention_mask, padded, prompt_index, room, dtype):
         "[N, 1, 1, L + room]: 0 where a query may look, -inf elsewhere; None if all may be seen."
         fixed = self.counter.fixed
-        if not fixed and attention_mask.all():
+        if not fixed and not padded:
             return None
         visible = F.pad(attention_mask[prompt_index].bool(), (0, room), value=not fixed)
         bias = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
@@ -333,7 +336,7 @@ def sample_tokens(
     prompt_index = torch.as_tensor(prompt_index, device=device)
     _check_options(temperature, top_p, uniforms, (len(prompt_index), inputs.num_tokens))
     fixed = device.type == "cuda" if fixed_shapes is None else fixed_shapes
-    loop = SamplingLoop(model, inputs, prompt_index, fixed)
+    loop = SamplingLoop(model, trim(inputs), prompt_index, fixed)
     decisions = Decisions(loop, uniforms, temperature, top_p, keep)
     for _ in range(inputs.num_tokens - 1):
         loop.advance(decisions.decide())

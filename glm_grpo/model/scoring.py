@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from .nucleus import unpack_kept
+from .padding import trim, visibility
 from .tokens import PromptInputs, language_model_parts
 
 # %% ../../nbs/3_model/04_scoring.ipynb #c011
@@ -49,15 +50,13 @@ class _TokenLogprobs(torch.autograd.Function):
 # %% ../../nbs/3_model/04_scoring.ipynb #c015
 def _decision_states(text_model, inputs, prompt_index, token_ids):
     "Hidden states [N, T, H] at which the T tokens were decided: the last one decides nothing."
-    prompt_index = torch.as_tensor(prompt_index, device=inputs.input_ids.device)
-    rows = inputs.rows(prompt_index)
+    rows = trim(inputs.rows(prompt_index))
     before = token_ids[:, :-1]
     ids = torch.cat((rows.input_ids, before), 1)
-    mask = torch.cat((rows.attention_mask, torch.ones_like(before)), 1)
     positions = torch.cat((rows.position_ids, rows.decode_position_ids[..., :-1]), 2)
     out = text_model(
         inputs_embeds=text_model.embed_tokens(ids),
-        attention_mask=mask,
+        attention_mask=visibility(rows, before.shape[1]),
         position_ids=positions,
         use_cache=False,
     )

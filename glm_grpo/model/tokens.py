@@ -7,13 +7,13 @@ __all__ = ['Grid', 'language_model_parts', 'grid_positions', 'layout_positions',
            'large_grid_tokens', 'upsample_tokens', 'check_prompt_lengths']
 
 # %% ../../nbs/3_model/01_tokens.ipynb #c002
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 from transformers import BatchFeature
 
-from ..data.basics import UserError
+from ..data.basics import UserError, patch_to
 from ..data.prompts import I2IDataset, T2IDataset
 
 # %% ../../nbs/3_model/01_tokens.ipynb #c007
@@ -83,6 +83,11 @@ class PromptInputs:
     grids: list[Grid]  # in order of generation: preview, large (image-to-image: large only)
     # image-to-image: for each prompt a list of (token ids [h*w] int64, (h, w)), one per source
     sources: list[list[tuple[Tensor, Grid]]] | None = None
+    lengths: list[int] | None = None  # tokens of each prompt; None: counted in the mask
+
+    def __post_init__(self):
+        if self.lengths is None:  # kept outside the device, which nobody then has to ask
+            self.lengths = self.attention_mask.sum(1, dtype=torch.long).tolist()
 
     @property
     def num_tokens(self) -> int:
@@ -99,35 +104,42 @@ class PromptInputs:
             f"grids {self.grids}: {self.num_tokens} to sample)"
         )
 
-    def to(self, device: str | torch.device) -> "PromptInputs":
-        "The same on another device."
-        sources = self.sources
-        if sources:
-            sources = [_sources_to(device, one) for one in sources]
-        return PromptInputs(
-            self.input_ids.to(device),
-            self.attention_mask.to(device),
-            self.position_ids.to(device),
-            self.decode_position_ids.to(device),
-            self.grids,
-            sources,
-        )
-
-    def rows(self, index: list[int] | Tensor) -> "PromptInputs":
-        "One prompt for each entry of `index` [N], still padded to the same L."
-        return PromptInputs(
-            self.input_ids[index],
-            self.attention_mask[index],
-            self.position_ids[:, index],
-            self.decode_position_ids[:, index],
-            self.grids,
-            self.sources and [self.sources[i] for i in index],
-        )
-
-
+# %% ../../nbs/3_model/01_tokens.ipynb #c3a1d2a
 def _sources_to(device, sources):
     "The sources of one prompt on another device."
     return [(token_ids.to(device), grid) for token_ids, grid in sources]
+
+
+@patch_to(PromptInputs)
+def to(self, device: str | torch.device) -> PromptInputs:
+    "The same on another device."
+    sources = self.sources
+    if sources:
+        sources = [_sources_to(device, one) for one in sources]
+    return replace(
+        self,
+        input_ids=self.input_ids.to(device),
+        attention_mask=self.attention_mask.to(device),
+        position_ids=self.position_ids.to(device),
+        decode_position_ids=self.decode_position_ids.to(device),
+        sources=sources,
+    )
+
+
+@patch_to(PromptInputs)
+def rows(self, index: list[int] | Tensor) -> PromptInputs:
+    "One prompt for each entry of `index` [N], still padded to the same L."
+    numbers = torch.as_tensor(index, dtype=torch.long).tolist()
+    index = torch.as_tensor(index, dtype=torch.long, device=self.input_ids.device)
+    return replace(
+        self,
+        input_ids=self.input_ids[index],
+        attention_mask=self.attention_mask[index],
+        position_ids=self.position_ids[:, index],
+        decode_position_ids=self.decode_position_ids[:, index],
+        sources=self.sources and [self.sources[i] for i in numbers],
+        lengths=[self.lengths[i] for i in numbers],
+    )
 
 # %% ../../nbs/3_model/01_tokens.ipynb #c029
 def _cut_at_sources(

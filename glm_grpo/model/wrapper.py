@@ -22,6 +22,7 @@ from .latents import decode_latents
 from .loading import load_pipeline, pick_device, pick_dtype, quiet
 from .memory import Offload, checkpointing, require_full_weights
 from .memory import shard_halves, trainable_parts
+from .padding import choose_attention_kernels
 from .policies import ARPolicy, DiTPolicy
 from .requests import ImageRequest, check_sources, complete_options
 from .requests import image_defaults, number_rows
@@ -57,6 +58,7 @@ class GLMImageWrapper:
             raise UserError(f"component '{component}': take ar, dit or both.")
         self.name, self.component, self.seed = str(model_name), component, seed
         self.device = pick_device(device, device_map)
+        choose_attention_kernels(self.device)
         self.dtype = pick_dtype(torch_dtype, self.device, all_weights=lora in (None, False))
         self.pipe = load_pipeline(model_name, self.dtype, self.device)
         self.processor, self.tokenizer = self.pipe.processor, self.pipe.processor.tokenizer

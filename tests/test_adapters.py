@@ -1,0 +1,102 @@
+"""Adapters keep float32 parameters and compute in the model's precision."""
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from peft.tuners.lora import Linear as PeftLinear
+
+from glm_grpo.model import adapters
+from glm_grpo.model.loading import load_pipeline
+
+FOLDER = Path(__file__).parents[1] / "data/tiny-glm-image"
+PARTS = {"ar": "vision_language_encoder", "dit": "transformer"}
+
+
+def adapted(half, dtype):
+    "(model with a random adapter, its adapted layers)"
+    options = adapters.LoraOptions(rank=4)
+    model = adapters.add_lora(getattr(load_pipeline(FOLDER, dtype), PARTS[half]), options, 0, half)
+    generator = torch.Generator().manual_seed(0)
+    for name, weight in sorted(model.named_parameters()):
+        if "lora_B" in name:
+            weight.data = torch.randn(weight.shape, generator=generator) * 0.05
+    return model, [layer for layer in model.modules() if isinstance(layer, PeftLinear)]
+
+
+def answers(layer):
+    "Output of a layer, and the gradients of its input and of its adapter, in float64."
+    base = layer.base_layer.weight
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(3, 7, base.shape[1], generator=generator).bfloat16().to(base.dtype)
+    y = layer(x.requires_grad_())
+    direction = torch.randn(y.shape, generator=generator).bfloat16().to(y.dtype)
+    weights = [layer.lora_A["default"].weight, layer.lora_B["default"].weight]
+    found = torch.autograd.grad((y * direction).sum(), [x, *weights])
+    assert y.dtype == base.dtype
+    return [t.detach().double() for t in (y, *found)]
+
+
+@pytest.mark.parametrize("half", PARTS)
+def test_half_precision_is_float32_to_rounding(half):
+    _, layers = adapted(half, torch.bfloat16)
+    assert layers and not any(type(layer) is PeftLinear for layer in layers)
+    for layer in layers:
+        assert layer.lora_A["default"].weight.dtype == torch.float32
+        assert layer.lora_B["default"].weight.dtype == torch.float32
+        exact = copy.deepcopy(layer).double()
+        exact.__class__ = PeftLinear
+        for ours, theirs in zip(answers(layer), answers(exact)):
+            assert (ours - theirs).norm() < 2**-7 * theirs.norm()  # bfloat16 has eight bits
+
+
+@pytest.mark.parametrize("half", PARTS)
+def test_float32_models_keep_pefts_layers(half):
+    _, layers = adapted(half, torch.float32)
+    assert layers and all(type(layer) is PeftLinear for layer in layers)
+
+
+@pytest.mark.parametrize("half", PARTS)
+def test_no_tensor_is_larger_than_in_the_model(half, monkeypatch):
+    "No input or output is turned into float32 on the way: only the two thin matrices change."
+    _, layers = adapted(half, torch.bfloat16)
+    wide = []
+    plain = torch.addmm
+
+    def addmm(out, inner, up):
+        wide.extend(t.dtype for t in (out, inner, up) if t.dtype != torch.bfloat16)
+        return plain(out, inner, up)
+
+    monkeypatch.setattr(torch, "addmm", addmm)
+    before = [answers(layer) for layer in layers[:2]]
+    assert before and wide == []
+
+
+def test_other_cases_are_pefts():
+    "Switched off, or merged into the weight."
+    _, layers = adapted("ar", torch.bfloat16)
+    layer = layers[0]
+    x = torch.linspace(-1, 1, 2 * layer.base_layer.in_features).view(2, -1).bfloat16()
+    base = layer.base_layer(x)
+    with_adapter = layer(x)
+    assert not torch.equal(with_adapter, base)
+    layer.enable_adapters(False)
+    assert torch.equal(layer(x), base)
+    layer.enable_adapters(True)
+    layer.merge()
+    assert torch.equal(layer(x), layer.base_layer(x))
+    assert torch.allclose(layer(x).float(), with_adapter.float(), atol=0.1)
+
+
+def test_adding_adapters_asks_no_gpu(monkeypatch):
+    "The global generators are forked for the CPU alone: a GPU of another program is left alone."
+    asked, plain = [], torch.random.fork_rng
+
+    def fork_rng(devices=None, **kwargs):
+        asked.append(devices)
+        return plain(devices=[], **kwargs)
+
+    monkeypatch.setattr(torch.random, "fork_rng", fork_rng)
+    adapted("ar", torch.float32)
+    assert asked and all(devices == [] for devices in asked)
