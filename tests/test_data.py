@@ -329,6 +329,7 @@ def test_datasets_saved_in_each_form(tmp_path, flowers):
 
 
 def test_datasets_that_are_none_are_refused(tmp_path, flowers):
+    import pyarrow.parquet
     from datasets import DatasetDict
 
     DatasetDict({"a": flowers, "b": flowers}).save_to_disk(tmp_path / "ab")
@@ -337,7 +338,8 @@ def test_datasets_that_are_none_are_refused(tmp_path, flowers):
     flowers.save_to_disk(tmp_path / "torn")
     (tmp_path / "torn" / "data-00000-of-00001.arrow").write_bytes(b"ARROW")
     assert "no whole dataset" in refusal(read_prompts, tmp_path / "torn")
-    flowers.select([]).to_parquet(tmp_path / "empty.parquet")
+    empty = pyarrow.table({"prompt": pyarrow.array([], "string")})
+    pyarrow.parquet.write_table(empty, tmp_path / "empty.parquet")
     assert "empty.parquet: no rows" in refusal(read_prompts, tmp_path / "empty.parquet")
     write(tmp_path / "text.parquet", "a cat")
     assert "text.parquet: no valid Parquet" in refusal(read_prompts, tmp_path / "text.parquet")
