@@ -48,11 +48,11 @@ def _check_sizes(paths, any_size):
             "Set data.image_size: all are then cropped to one size."
         )
 
-# %% ../../nbs/2_data/04_prompts.ipynb #n027
+# %% ../../nbs/2_data/04_prompts.ipynb #c3e4ed8
 class PromptItem(dict):
     "A prompt with its images. A `DataLoader` joins such items by `collate`."
 
-
+# %% ../../nbs/2_data/04_prompts.ipynb #n027
 class T2IDataset:
     """Prompts with target images: a map-style dataset.
     An item is a dict with prompt, target ([3, H, W] or None), index and metadata."""
@@ -80,30 +80,6 @@ class T2IDataset:
         if self.targets:
             _check_sizes(self.targets, any_size=self.image_size is not None)
 
-    def where(
-        self,
-        index: int,  # of an item
-    ) -> str:  # "prompts.txt, line 3"
-        "Where a prompt stands, for messages."
-        return f"{self.prompts_file}, {self.places[index]}"
-
-    def _find(self, key, images_dir):
-        "The paths under `key` ('target' or 'source') of all records; None: there are no images."
-        if images_dir is not None:
-            images_dir = bundled(images_dir)
-            check_path(images_dir)
-        named = [key in record for record in self.records]
-        if not any(named):
-            return None if images_dir is None else match_images(images_dir, self.prompts)
-        if not all(named):
-            raise UserError(
-                f"{self.where(named.index(False))}: no '{key}', "
-                "but other lines have one. Give it to all lines or to none."
-            )
-        file = self.prompts_file
-        base = images_dir or (file if file.is_dir() else file.parent)
-        return [_paths_below(base, record[key]) for record in self.records]
-
     def _load(self, path):
         image = load_image(path)
         return image if self.image_size is None else fit_image(image, self.image_size)
@@ -126,6 +102,34 @@ class T2IDataset:
             f"{type(self).__name__}({len(self)} prompts from {self.prompts_file.name}, "
             f"{targets} targets, image_size={self.image_size})"
         )
+
+# %% ../../nbs/2_data/04_prompts.ipynb #c6413f5
+@patch_to(T2IDataset)
+def where(
+    self,
+    index: int,  # of an item
+) -> str:  # "prompts.txt, line 3"
+    "Where a prompt stands, for messages."
+    return f"{self.prompts_file}, {self.places[index]}"
+
+
+@patch_to(T2IDataset)
+def _find(self, key, images_dir):
+    "The paths under `key` ('target' or 'source') of all records; None: there are no images."
+    if images_dir is not None:
+        images_dir = bundled(images_dir)
+        check_path(images_dir)
+    named = [key in record for record in self.records]
+    if not any(named):
+        return None if images_dir is None else match_images(images_dir, self.prompts)
+    if not all(named):
+        raise UserError(
+            f"{self.where(named.index(False))}: no '{key}', "
+            "but other lines have one. Give it to all lines or to none."
+        )
+    file = self.prompts_file
+    base = images_dir or (file if file.is_dir() else file.parent)
+    return [_paths_below(base, record[key]) for record in self.records]
 
 # %% ../../nbs/2_data/04_prompts.ipynb #n036
 class I2IDataset(T2IDataset):

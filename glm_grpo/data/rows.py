@@ -182,7 +182,7 @@ def _find_columns(first, path):
         )
     return found, notes
 
-
+# %% ../../nbs/2_data/02_rows.ipynb #c75726f
 def _cell(value, key, where):
     "What a cell says for a key."
     if isinstance(value, str) and value.strip()[:1] in ("[", "{") and key in ("source", "metadata"):
@@ -292,7 +292,7 @@ def _read_saved(path):
             f"{path}: no whole dataset ({type(error).__name__}). Save it again with save_to_disk."
         ) from None
 
-
+# %% ../../nbs/2_data/02_rows.ipynb #ccc34be
 def _read_dataset_folder(path):
     "Rows of a dataset's folder, and what to say. UserError: there is no dataset in it."
     if (path / "dataset_dict.json").is_file():
