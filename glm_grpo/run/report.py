@@ -165,6 +165,12 @@ figcaption, .small { font-size: .85rem } p { margin: .4rem 0 }
 """
 
 # %% ../../nbs/6_run/07_report.ipynb #n019
+_NOT_HELD_OUT = (
+    "No prompts were held out: these numbers are of prompts that the model was trained on, and do "
+    "not tell how it does on others."
+)
+
+
 def _warnings(messages: list[str]) -> str:
     items = "".join(f"<li>{html.escape(message)}</li>" for message in messages)
     return (
@@ -203,12 +209,6 @@ def _head(title: str) -> str:
     )
 
 # %% ../../nbs/6_run/07_report.ipynb #n021
-_NOT_HELD_OUT = (
-    "No prompts were held out: these numbers are of prompts that the model was trained on, and do "
-    "not tell how it does on others."
-)
-
-
 def write_page(
     path: str | Path,  # of the HTML file
     before: dict,  # result of `evaluate`
