@@ -187,8 +187,9 @@ class DataConfig:
 
     prompts_file: str | None = option(
         None,
-        "training prompts, one a line (UTF-8), or .jsonl with prompt, target, source, "
-        "metadata; null: data/t2i/train/prompts.txt, in mode i2i data/i2i/train/prompts.jsonl",
+        "training prompts, one per line (UTF-8); or .jsonl, .csv, .parquet or the folder of a "
+        "Hugging Face dataset with prompt, target, source, metadata; null: "
+        "data/t2i/train/prompts.txt, in mode i2i data/i2i/train/prompts.jsonl",
     )
     target_images_dir: str | None = option(
         None,
@@ -205,8 +206,8 @@ class DataConfig:
     )
     eval_prompts_file: str | None = option(
         None,
-        "held-out prompts; null: ../heldout/ beside the training prompts' folder, else the "
-        "training prompts with seeds of their own",
+        "held-out prompts; null: ../heldout/ beside the training prompts' folder, else a tenth "
+        "of the training prompts (of 10 or more), which is then not trained on",
     )
     eval_target_images_dir: str | None = option(
         None, "their target images; null: the folder target_images beside them, if there is one"
