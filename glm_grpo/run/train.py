@@ -214,8 +214,8 @@ def what_to_watch(config: Config) -> str:
     if once and not config.reward.grpo.beta:
         why = "zero by construction with one update per rollout"
     return (
-        "reward (in brackets the mean of the last steps, and its rise), held-out reward, grad, "
-        f"clip, kl; not the loss, which is {why}"
+        "reward (in brackets the mean of the last steps, and its rise), reward of evaluations, "
+        f"grad, clip, kl; not the loss, which is {why}"
     )
 
 
@@ -289,7 +289,8 @@ def describe_evaluation(self: Run) -> str:
     "What is measured now; on a terminal a bar shows how far it is."
     training = self.config.training
     number = min(len(self.heldout), training.eval_prompts or len(self.heldout))
-    return f"measuring {number} held-out prompts x {training.eval_samples} images"
+    kind = "training" if self.heldout.trained_on else "held-out"
+    return f"measuring {number} {kind} prompts x {training.eval_samples} images"
 
 
 @patch_to(Run)
