@@ -11,6 +11,7 @@ from glm_grpo.run.config import Config, DataConfig
 from glm_grpo.run.figures import before_after_figure
 
 pytestmark = pytest.mark.usefixtures("at_root")
+AGAIN = ["--training.eval_samples", 0, "--trust_run_code"]
 EVALUATED = ["--training.eval_samples", 1, "--training.max_steps", 1]
 
 
@@ -53,11 +54,11 @@ def test_a_tenth_is_split_off_and_stays_when_the_run_goes_on(twenty, capsys):
     assert "No prompts were held out" not in (out / "page.html").read_text(encoding="utf-8")
     assert yaml.safe_load((out / "config.yaml").read_text())["data"]["eval_prompts_file"] is None
     # the order of another number of training prompts would be refused
-    assert main("--resume", out, "--num_steps", 2, "--training.eval_samples", 0) == 0
+    assert main("--resume", out, "--num_steps", 2, *AGAIN) == 0
     assert "18 training prompts" in capsys.readouterr().out
     # an evaluation with another seed must not take prompts that were trained on
     words = ["--output_dir", twenty / "other", "--training.seed", 5, "--training.eval_samples", 1]
-    assert evaluate_main("--checkpoint", out, *words) == 0
+    assert evaluate_main("--checkpoint", out, "--trust_run_code", *words) == 0
     assert read_json(twenty / "other" / "eval.json")["after"]["prompts"] == held_out.prompts
     assert "2 images of 2 held-out prompts" in capsys.readouterr().out
 
