@@ -1,10 +1,13 @@
 "Going on with a run: which options count, which checkpoint is meant, when checkpoints are written."
 
+import contextlib
+import shutil
+from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
 import pytest
-from helpers import contents, main, read_json, small, steps
+from helpers import GREEN, PROMPTS, ROOT, contents, main, read_json, small, steps
 
 from glm_grpo.run.command_line import parse_args
 from glm_grpo.training.callbacks import CheckpointCallback
@@ -18,19 +21,30 @@ def notes(capsys):
     return [line.split(None, 1)[1] for line in lines if line.strip().startswith("note ")]
 
 
-@pytest.fixture
-def run(folder, capsys):
+@pytest.fixture(scope="module")
+def began(tmp_path_factory):
     "A run of one step that began with a file and with words over it."
+    folder = tmp_path_factory.mktemp("began")
+    for name, prompts in (("prompts.txt", PROMPTS), ("one.txt", PROMPTS[:1])):
+        (folder / name).write_text("\n".join(prompts) + "\n")
+    (folder / "green.py").write_text(GREEN)
     file = folder / "mine.yaml"
     file.write_text("training: {batch_size: 2, sample_interval: 7, output_dir: outputs/mine}\n")
     words = small(folder, "--num_steps", 1, "--output_dir", folder / "run")  # batches of 1
-    assert main("--config", file, *words) == 0
+    with contextlib.chdir(ROOT):
+        assert main("--config", file, *words) == 0
+    return folder
+
+
+@pytest.fixture
+def run(began, tmp_path, capsys):
+    "A copy of that run."
     capsys.readouterr()
-    return folder / "run"
+    return Path(shutil.copytree(began / "run", tmp_path / "run"))
 
 
-def test_the_file_of_the_beginning_changes_nothing(run, folder, capsys):
-    file = folder / "mine.yaml"
+def test_the_file_of_the_beginning_changes_nothing(run, began, capsys):
+    file = began / "mine.yaml"
     again = ["--config", file, "--resume", run, "--num_steps", 2]
     assert main("--dry_run", *again) == 0
     said = notes(capsys)
@@ -44,8 +58,8 @@ def test_the_file_of_the_beginning_changes_nothing(run, folder, capsys):
     assert config.read_from[0] == str(file)
 
 
-def test_another_file_changes_what_it_spells_out_and_nothing_else(run, folder, capsys):
-    file = folder / "other.yaml"
+def test_another_file_changes_what_it_spells_out_and_nothing_else(run, tmp_path, capsys):
+    file = tmp_path / "other.yaml"
     file.write_text("training: {max_steps: 2, learning_rate: 1e-4, output_dir: elsewhere}\n")
     assert main("--config", file, "--resume", run) == 0
     said = notes(capsys)
@@ -60,8 +74,8 @@ def test_another_file_changes_what_it_spells_out_and_nothing_else(run, folder, c
 
 
 @pytest.mark.parametrize("dry", [[], ["--dry_run"]], ids=["run", "dry run"])
-def test_what_a_checkpoint_does_not_fit_is_refused_with_a_list(run, folder, capsys, dry):
-    file, before = folder / "other.yaml", contents(run)
+def test_what_a_checkpoint_does_not_fit_is_refused_with_a_list(run, began, tmp_path, capsys, dry):
+    file, before = tmp_path / "other.yaml", contents(run)
     file.write_text(
         "model: {lora_rank: 4, lora_alpha: 8}\ntraining: {batch_size: 2, max_steps: 9, seed: 5}\n"
     )
@@ -75,17 +89,15 @@ def test_what_a_checkpoint_does_not_fit_is_refused_with_a_list(run, folder, caps
     ):
         assert part in told.err
     assert f"model.lora_rank: 16 in the run, 4 in {file}" in told.out
-    (folder / "prompts.txt").write_text("a cat\n")
-    (folder / "target_images/1.png").unlink()
-    (folder / "target_images/2.png").unlink()
-    assert main("--resume", run, "--num_steps", 2, *dry) == 2
+    words = ["--num_steps", 2, "--data.prompts_file", began / "one.txt"]
+    assert main("--resume", run, *words, *dry) == 2
     assert "3 training prompts" in capsys.readouterr().err
     assert contents(run) == before
 
 
 @pytest.mark.parametrize("dry", [[], ["--dry_run"]], ids=["run", "dry run"])
-def test_a_run_that_is_done_says_how_it_goes_on(run, folder, capsys, dry):
-    file = folder / "other.yaml"
+def test_a_run_that_is_done_says_how_it_goes_on(run, tmp_path, capsys, dry):
+    file = tmp_path / "other.yaml"
     file.write_text("training: {max_steps: 1, learning_rate: 1e-4}\n")
     assert main("--config", file, "--resume", run, *dry) == 2
     assert "1 steps are done, and training.max_steps is 1" in (err := capsys.readouterr().err)
