@@ -45,7 +45,7 @@ def run(began, tmp_path, capsys):
 
 def test_the_file_of_the_beginning_changes_nothing(run, began, capsys):
     file = began / "mine.yaml"
-    again = ["--config", file, "--resume", run, "--num_steps", 2]
+    again = ["--config", file, "--trust_run_code", "--resume", run, "--num_steps", 2]
     assert main("--dry_run", *again) == 0
     said = notes(capsys)
     assert "the run began with this file, so it changes nothing" in said[0]
@@ -61,7 +61,7 @@ def test_the_file_of_the_beginning_changes_nothing(run, began, capsys):
 def test_another_file_changes_what_it_spells_out_and_nothing_else(run, tmp_path, capsys):
     file = tmp_path / "other.yaml"
     file.write_text("training: {max_steps: 2, learning_rate: 1e-4, output_dir: elsewhere}\n")
-    assert main("--config", file, "--resume", run) == 0
+    assert main("--config", file, "--trust_run_code", "--resume", run) == 0
     said = notes(capsys)
     assert f"the run stays in {run}; --output_dir moves it" in said[0]
     assert set(said[1:3]) == {
@@ -79,7 +79,7 @@ def test_what_a_checkpoint_does_not_fit_is_refused_with_a_list(run, began, tmp_p
     file.write_text(
         "model: {lora_rank: 4, lora_alpha: 8}\ntraining: {batch_size: 2, max_steps: 9, seed: 5}\n"
     )
-    assert main("--config", file, "--resume", run, *dry) == 2
+    assert main("--config", file, "--trust_run_code", "--resume", run, *dry) == 2
     told = capsys.readouterr()
     for part in (
         "lora_rank 16, not 4",
@@ -90,7 +90,7 @@ def test_what_a_checkpoint_does_not_fit_is_refused_with_a_list(run, began, tmp_p
         assert part in told.err
     assert f"model.lora_rank: 16 in the run, 4 in {file}" in told.out
     words = ["--num_steps", 2, "--data.prompts_file", began / "one.txt"]
-    assert main("--resume", run, *words, *dry) == 2
+    assert main("--trust_run_code", "--resume", run, *words, *dry) == 2
     assert "3 training prompts" in capsys.readouterr().err
     assert contents(run) == before
 
@@ -99,7 +99,7 @@ def test_what_a_checkpoint_does_not_fit_is_refused_with_a_list(run, began, tmp_p
 def test_a_run_that_is_done_says_how_it_goes_on(run, tmp_path, capsys, dry):
     file = tmp_path / "other.yaml"
     file.write_text("training: {max_steps: 1, learning_rate: 1e-4}\n")
-    assert main("--config", file, "--resume", run, *dry) == 2
+    assert main("--config", file, "--trust_run_code", "--resume", run, *dry) == 2
     assert "1 steps are done, and training.max_steps is 1" in (err := capsys.readouterr().err)
     assert "such as --num_steps 2" in err
 

@@ -87,7 +87,7 @@ def more_help() -> str:
 class KeepLines(argparse.RawDescriptionHelpFormatter, DefaultHelpFormatter):
     "Keeps the lines of the list of metrics at the end."
 
-
+# %% ../../nbs/6_run/03_help.ipynb #c71e00a
 def make_parser(
     prog: str = "python -m glm_grpo.train",  # how the program is called
     values: dict[str, Any] | None = None,  # option -> what stands in place of its default
