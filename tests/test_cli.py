@@ -266,6 +266,9 @@ def test_real_configs_fit_their_gpus_and_say_so(name):
     assert not said or abs(int(said[1]) - peak) < 3, peak
 
 
+SET_BY_HAND = "--model.torch_dtype bfloat16 --training.learning_rate 1e-5".split()
+
+
 def test_dry_run_counts_and_leaves_nothing(folder, capsys):
     there = files(folder)
     words = small(folder, "--num_steps", 6, "--output_dir", folder / "run")
@@ -285,7 +288,8 @@ def test_dry_run_counts_and_leaves_nothing(folder, capsys):
         (["--model.name", f"{folder}/none"], "none"),
         (["--model.lora_target_modules", "[nose]"], "nose"),
         (["--training.ema_decay", "1"], "ema_decay"),
-        (["--model.name", "some/model"], "hf download some/model"),
+        (["--model.name", "some/model"], "made for the tiny model"),
+        (["--model.name", "some/model", *SET_BY_HAND], "hf download some/model"),
     ):
         assert main("--dry_run", *words, *wrong) == 2
         assert says in capsys.readouterr().err

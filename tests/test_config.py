@@ -34,6 +34,7 @@ AT_LEAST = {
     "rollout.num_inference_steps": 1,
     "rollout.batch_size": 1,
     "rollout.guidance_scale": 0,
+    "training.save_minutes": 0,
 }
 ABOVE_ZERO = (
     "training.learning_rate",
@@ -45,9 +46,23 @@ ABOVE_ZERO = (
     "reward.grpo.dit_clip_range",
     "reward.grpo.delta",
     "reward.time_limit",
-    "rollout.temperature",
     "rollout.top_p",
 )
+AT_MOST = {
+    "model.lora_rank": 4096,
+    "model.lora_alpha": 10_000,
+    "training.seed": 2**63 - 1,
+    "training.batch_size": 100_000,
+    "training.max_steps": 10**9,
+    "training.learning_rate": 1,
+    "training.dit_learning_rate": 1,
+    "training.weight_decay": 10,
+    "reward.grpo.num_samples": 10_000,
+    "rollout.num_inference_steps": 1000,
+    "rollout.temperature": 100,
+    "rollout.guidance_scale": 100,
+    "rollout.noise_level": 10,
+}
 FLOATS = [o.name for o in list_options(Config) if o.type in (float, float | None)]
 
 
@@ -63,6 +78,25 @@ def test_least_values(name, least):
     check_options(with_value(name, least))
     said = refusal(check_config, with_value(name, least - 1))
     assert said.startswith(f"{name} {least - 1}: ") and f"at least {least}" in said
+
+
+@pytest.mark.parametrize(("name", "most"), AT_MOST.items())
+def test_largest_values(name, most):
+    "Beyond it no memory holds the run, or its numbers become NaN."
+    check_options(with_value(name, most))
+    for value in (2 * most + 2, 10**40):
+        said = refusal(check_config, with_value(name, value))
+        assert said == f"{name} {value}: must be at most {most}."
+
+
+TEXTS = [o for o in list_options(Config) if o.type in (str, str | None) and "." in o.name]
+
+
+@pytest.mark.parametrize("option", TEXTS, ids=lambda o: o.name)
+def test_empty_texts(option):
+    for empty in ("", "  "):
+        said = refusal(check_config, with_value(option.name, empty))
+        assert said.startswith(f"{option.name} '{empty}': is empty.")
 
 
 @pytest.mark.parametrize("name", ABOVE_ZERO)
@@ -109,6 +143,12 @@ SLIPS = {  # words -> a part of the message
     "--training.trackers comet": "comet: no such tracker",
     "--data.image_size 100": "The nearest that works is 96",
     "--data.image_size [128,1,2]": "give one number, or [height, width]",
+    "--data.image_size 1000000": "from 32 to 4096. The nearest that works is 4096",
+    "--data.image_size [32,-64]": "from 32 to 4096. The nearest that works is 32",
+    "--output_dir ''": "training.output_dir '': is empty",
+    "--model.name ''": "model.name '': is empty",
+    "--rollout.temperature 1e-9": "rollout.temperature 1e-09: must be at least 0.01",
+    "--model.lora_rank 1000000000000": "model.lora_rank 1000000000000: must be at most 4096",
     "--training.learning_rate -1e-3": "training.learning_rate -0.001: must be more than 0",
     "--training.learning_rate .nan": "must be a finite number",
     "--reward.metrics.edit 1": "edit judges edits",

@@ -87,7 +87,7 @@ def more_help() -> str:
 class KeepLines(argparse.RawDescriptionHelpFormatter, DefaultHelpFormatter):
     "Keeps the lines of the list of metrics at the end."
 
-
+# %% ../../nbs/6_run/03_help.ipynb #c71e00a
 def make_parser(
     prog: str = "python -m glm_grpo.train",  # how the program is called
     values: dict[str, Any] | None = None,  # option -> what stands in place of its default
@@ -271,7 +271,7 @@ def right_type(option: OptionInfo, value: Any) -> Any:
 def check_entry(entry: Entry, options: dict[str, OptionInfo]) -> Any:
     "The value of a line of a file. UserError: what is wrong with it."
     name = entry.name
-    if name in ("resume", "dry_run"):
+    if name in ("resume", "dry_run") and entry.value not in (None, False):
         raise UserError(f"{name} belongs to one call. Write --{name} on the command line.")
     if name not in options and any(known.startswith(f"{name}.") for known in options):
         raise UserError(

@@ -148,7 +148,7 @@ def describe_memory(memory: dict, device: torch.device) -> str:
         "the other; keep a tenth free"
     )
 
-
+# %% ../../nbs/6_run/17_plan.ipynb #cf20501
 LESS_MEMORY = (
     "Lower training.micro_batch_size and rollout.batch_size, set model.gradient_checkpointing "
     "true, model.torch_dtype bfloat16 or model.offload true; the files in configs/ say in their "

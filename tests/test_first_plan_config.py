@@ -1,0 +1,217 @@
+"Files of options in the form of the first plan: taken, translated with a note, or explained."
+
+import pytest
+import yaml
+
+from glm_grpo.data.basics import refusal
+from glm_grpo.data.options import option_value
+from glm_grpo.run.checks import check_config
+from glm_grpo.run.command_line import parse_args
+
+pytestmark = pytest.mark.usefixtures("at_root")
+
+# name -> (text, options that it means, words of the notes)
+BLOCKS = {
+    "the published model, spread by itself": (
+        "model: {name: zai-org/GLM-Image, component: both, torch_dtype: bfloat16, "
+        "device_map: auto}",
+        {"model.component": "both", "model.torch_dtype": "bfloat16", "model.device": None},
+        ["model.device_map auto: taken as model.device null"],
+    ),
+    "a device for all": (
+        "model: {device_map: cuda}",
+        {"model.device": "cuda"},
+        ["taken as model.device cuda"],
+    ),
+    "one prompt in a step": (
+        "training: {mode: t2i, batch_size: 1, max_steps: 1000, learning_rate: 5e-6, "
+        "max_grad_norm: 1.0}",
+        {"training.batch_size": 1, "training.learning_rate": 5e-6, "training.max_steps": 1000},
+        [],
+    ),
+    "the distance to a target": (
+        "reward: {use_advanced: false, grpo: {num_samples: 4, clip_range: 0.2}}",
+        {"reward.use_advanced": False, "reward.grpo.num_samples": 4},
+        [],
+    ),
+    "a sum of metrics": (
+        "reward: {use_advanced: true, metrics: {lpips: 0.4, aesthetic: 0.3, text_accuracy: 0.3}}",
+        {"reward.metrics": {"lpips": 0.4, "aesthetic": 0.3, "text": 0.3}},
+        ["text_accuracy is called text here"],
+    ),
+    "height and width": (
+        "data: {image_size: {height: 1024, width: 768}}",
+        {"data.image_size": [1024, 768]},
+        ["taken as [1024, 768]"],
+    ),
+    "prompts and targets": (
+        "data: {prompts_file: data/t2i/prompts.txt, target_images_dir: data/t2i/target_images}",
+        {
+            "data.prompts_file": "data/t2i/train/prompts.txt",
+            "data.target_images_dir": "data/t2i/train/target_images",
+        },
+        ["taken: data/t2i/train/prompts.txt", "taken: data/t2i/train/target_images"],
+    ),
+    "edits": (
+        "training: {mode: i2i}\n"
+        "data: {prompts_file: data/i2i/prompts.txt, source_images_dir: data/i2i/source_images, "
+        "target_images_dir: data/i2i/target_images}",
+        {
+            "data.prompts_file": "data/i2i/train/prompts.jsonl",
+            "data.source_images_dir": None,
+            "data.target_images_dir": None,
+        },
+        ["taken: data/i2i/train/prompts.jsonl", "name theirs", "name theirs"],
+    ),
+    "careful": (
+        "reward: {grpo: {num_samples: 4, clip_range: 0.2}}\ntraining: {learning_rate: 5e-6}",
+        {"training.learning_rate": 5e-6},
+        [],
+    ),
+    "bold": (
+        "reward: {grpo: {num_samples: 8, clip_range: 0.3}}\ntraining: {learning_rate: 1e-5}",
+        {"reward.grpo.clip_range": 0.3, "training.learning_rate": 1e-5},
+        [],
+    ),
+    "a pull towards the old policy": (
+        "reward: {kl_coef: 0.04}",
+        {"reward.grpo.beta": 0.04},
+        ["reward.kl_coef is called reward.grpo.beta here"],
+    ),
+    "the size of a group": (
+        "training: {group_size: 6}",
+        {"reward.grpo.num_samples": 6},
+        ["training.group_size is called reward.grpo.num_samples here"],
+    ),
+    "accumulated gradients": (
+        "training: {gradient_accumulation_steps: 4}",
+        {"training.batch_size": 8},
+        ["training.micro_batch_size of them at a time"],
+    ),
+}
+
+
+def read(tmp_path, text, *words):
+    "The options of a file, and what is said about it."
+    file, said = tmp_path / "plan.yaml", []
+    file.write_text(text)
+    return parse_args(["--config", str(file), *words], say=said.append), said
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_each_block_is_taken(tmp_path, name):
+    text, means, notes = BLOCKS[name]
+    config, said = read(tmp_path, text)
+    assert {option: option_value(config, option) for option in means} == means
+    assert len(said) == len(notes)
+    for part, note in zip(notes, said):
+        assert part in note and "plan.yaml, line " in note
+
+
+def merged(*names):
+    "Several blocks as one file."
+    whole = {}
+    for name in names:
+        for section, options in yaml.safe_load(BLOCKS[name][0]).items():
+            whole.setdefault(section, {}).update(options)
+    return yaml.safe_dump(whole, sort_keys=False)
+
+
+def test_the_whole_file_passes_all_checks_with_four_notes(tmp_path):
+    text = merged(*list(BLOCKS)[:1], *list(BLOCKS)[2:4], "height and width", "prompts and targets")
+    config, said = read(tmp_path, text)
+    check_config(config)
+    assert len(said) == 4 and config.data.image_size == [1024, 768]
+
+
+def test_a_folder_of_ones_own_is_taken_as_it_is(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data/t2i/target_images").mkdir(parents=True)
+    (tmp_path / "data/t2i/prompts.txt").write_text("a cat\n")
+    config, said = read(tmp_path, BLOCKS["prompts and targets"][0])
+    assert config.data.prompts_file == "data/t2i/prompts.txt" and said == []
+    assert config.data.target_images_dir == "data/t2i/target_images"
+
+
+def test_metrics_say_all_that_they_need(tmp_path):
+    config, _ = read(
+        tmp_path, "reward: {metrics: {aesthetic: 0.5, clip_score: 0.3, beauty: 0.2}}\n"
+    )
+    said = refusal(check_config, config)
+    for part in ("reward.models.aesthetic=FOLDER", "reward.models.clip=FOLDER", "beauty: no such"):
+        assert part in said
+    assert said.startswith("3 problems:") and len(said.splitlines()) == 4
+
+
+def test_all_problems_of_a_file_are_told_with_their_lines(tmp_path):
+    text = """\
+model:
+  device_map: balanced
+  nam: x
+training:
+  max_steps: ten
+  seed: 99999999999999999999
+  batch_size: 0
+reward:
+  grpo:
+    kl_weigh: 0.1
+    group_size: 4
+    num_samples: 8
+data:
+  image_size: {side: 128}
+  prompts_file: ""
+"""
+    file = tmp_path / "slips.yaml"
+    file.write_text(text)
+    said = refusal(parse_args, ["--config", str(file)]).splitlines()
+    assert said[0] == f"{file}: 9 problems:"
+    told = {int(line.split()[2].rstrip(":")): line for line in said[1:]}
+    for line, part in {
+        2: "not spread over devices",
+        3: "Did you mean model.name?",
+        5: "ten is not a whole number",
+        6: "must be at most 9223372036854775807",
+        7: "must be at least 1",
+        10: "no such option: reward.grpo.kl_weigh",
+        12: "set on line 11 already",
+        14: "[height, width]",
+        15: "is empty",
+    }.items():
+        assert part in told[line], line
+
+
+@pytest.mark.parametrize(
+    ("word", "option"),
+    [("--kl_coef", "reward.grpo.beta"), ("--group_size", "reward.grpo.num_samples")],
+)
+def test_old_names_as_words_are_suggested(word, option):
+    assert f"Did you mean --{option}?" in refusal(parse_args, [word, "1"])
+
+
+OWN = {"model.torch_dtype": "bfloat16", "data.image_size": "1024", "training.learning_rate": "1e-5"}
+PUBLISHED = ["--model.name", "zai-org/GLM-Image"]
+
+
+def test_a_large_model_needs_options_of_its_own(tmp_path):
+    said = refusal(check_config, parse_args(PUBLISHED))
+    assert all(name in said for name in OWN) and "configs/real_ar_80gb.yaml" in said
+    for missing in OWN:
+        words = [w for name, v in OWN.items() if name != missing for w in (f"--{name}", v)]
+        said = refusal(check_config, parse_args([*PUBLISHED, *words]))
+        assert missing in said and not any(name in said for name in OWN if name != missing)
+    mine = "".join(
+        f"{n.partition('.')[0]}: {{{n.partition('.')[2]}: {v}}}\n" for n, v in OWN.items()
+    )
+    (tmp_path / "mine.yaml").write_text(mine)
+    check_config(parse_args([*PUBLISHED, "--config", str(tmp_path / "mine.yaml")]))
+
+
+def test_a_copy_of_the_tiny_model_keeps_its_defaults(tmp_path):
+    config_json = tmp_path / "mine/vision_language_encoder/config.json"
+    config_json.parent.mkdir(parents=True)
+    config_json.write_text('{"text_config": {"hidden_size": 192}}')
+    check_config(parse_args(["--model.name", str(tmp_path / "mine")]))
+    config_json.write_text('{"text_config": {"hidden_size": 4096}}')
+    assert "tiny model" in refusal(
+        check_config, parse_args(["--model.name", str(tmp_path / "mine")])
+    )

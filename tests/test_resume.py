@@ -1,0 +1,158 @@
+"Going on with a run: which options count, which checkpoint is meant, when checkpoints are written."
+
+import contextlib
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+from helpers import GREEN, PROMPTS, ROOT, contents, main, read_json, small, steps
+
+from glm_grpo.run.command_line import parse_args
+from glm_grpo.training.callbacks import CheckpointCallback
+
+pytestmark = pytest.mark.usefixtures("at_root")
+
+
+def notes(capsys):
+    "What was said before anything started."
+    lines = capsys.readouterr().out.splitlines()
+    return [line.split(None, 1)[1] for line in lines if line.strip().startswith("note ")]
+
+
+@pytest.fixture(scope="module")
+def began(tmp_path_factory):
+    "A run of one step that began with a file and with words over it."
+    folder = tmp_path_factory.mktemp("began")
+    for name, prompts in (("prompts.txt", PROMPTS), ("one.txt", PROMPTS[:1])):
+        (folder / name).write_text("\n".join(prompts) + "\n")
+    (folder / "green.py").write_text(GREEN)
+    file = folder / "mine.yaml"
+    file.write_text("training: {batch_size: 2, sample_interval: 7, output_dir: outputs/mine}\n")
+    words = small(folder, "--num_steps", 1, "--output_dir", folder / "run")  # batches of 1
+    with contextlib.chdir(ROOT):
+        assert main("--config", file, *words) == 0
+    return folder
+
+
+@pytest.fixture
+def run(began, tmp_path, capsys):
+    "A copy of that run."
+    capsys.readouterr()
+    return Path(shutil.copytree(began / "run", tmp_path / "run"))
+
+
+def test_the_file_of_the_beginning_changes_nothing(run, began, capsys):
+    file = began / "mine.yaml"
+    again = ["--config", file, "--trust_run_code", "--resume", run, "--num_steps", 2]
+    assert main("--dry_run", *again) == 0
+    said = notes(capsys)
+    assert "the run began with this file, so it changes nothing" in said[0]
+    assert said[1:] == ["training.max_steps: 1 in the run, 2 on the command line"]
+    assert main(*again) == 0
+    assert notes(capsys) == said
+    assert steps(run) == [1, 2]
+    config = parse_args(["--resume", str(run)])
+    assert (config.training.batch_size, config.training.sample_interval) == (1, 0)
+    assert config.read_from[0] == str(file)
+
+
+def test_another_file_changes_what_it_spells_out_and_nothing_else(run, tmp_path, capsys):
+    file = tmp_path / "other.yaml"
+    file.write_text("training: {max_steps: 2, learning_rate: 1e-4, output_dir: elsewhere}\n")
+    assert main("--config", file, "--trust_run_code", "--resume", run) == 0
+    said = notes(capsys)
+    assert f"the run stays in {run}; --output_dir moves it" in said[0]
+    assert set(said[1:3]) == {
+        f"training.max_steps: 1 in the run, 2 in {file}",
+        f"training.learning_rate: 0.0012 in the run, 0.0001 in {file}",
+    }
+    assert steps(run) == [1, 2]
+    config = parse_args(["--resume", str(run)])
+    assert config.training.learning_rate == 1e-4 and config.rollout.temperature == 3
+
+
+@pytest.mark.parametrize("dry", [[], ["--dry_run"]], ids=["run", "dry run"])
+def test_what_a_checkpoint_does_not_fit_is_refused_with_a_list(run, began, tmp_path, capsys, dry):
+    file, before = tmp_path / "other.yaml", contents(run)
+    file.write_text(
+        "model: {lora_rank: 4, lora_alpha: 8}\ntraining: {batch_size: 2, max_steps: 9, seed: 5}\n"
+    )
+    assert main("--config", file, "--trust_run_code", "--resume", run, *dry) == 2
+    told = capsys.readouterr()
+    for part in (
+        "lora_rank 16, not 4",
+        "lora_alpha 32.0, not 8.0",
+        "batch size 1, not 2",
+        "seed 0, not 5",
+    ):
+        assert part in told.err
+    assert f"model.lora_rank: 16 in the run, 4 in {file}" in told.out
+    words = ["--num_steps", 2, "--data.prompts_file", began / "one.txt"]
+    assert main("--trust_run_code", "--resume", run, *words, *dry) == 2
+    assert "3 training prompts" in capsys.readouterr().err
+    assert contents(run) == before
+
+
+@pytest.mark.parametrize("dry", [[], ["--dry_run"]], ids=["run", "dry run"])
+def test_a_run_that_is_done_says_how_it_goes_on(run, tmp_path, capsys, dry):
+    file = tmp_path / "other.yaml"
+    file.write_text("training: {max_steps: 1, learning_rate: 1e-4}\n")
+    assert main("--config", file, "--trust_run_code", "--resume", run, *dry) == 2
+    assert "1 steps are done, and training.max_steps is 1" in (err := capsys.readouterr().err)
+    assert "such as --num_steps 2" in err
+
+
+def test_every_way_to_name_a_checkpoint(run):
+    whole = run / "checkpoints" / "checkpoint_final"
+    for way in (whole, f"{whole}/", f"{whole}.pt", run, f"{run}/", run / "checkpoints"):
+        config = parse_args(["--resume", str(way)])
+        assert config.resume.rstrip("/") == str(whole), way
+        assert config.training.output_dir == str(run)
+
+
+def test_a_checkpoint_that_is_not_there_names_those_that_are(run, capsys):
+    assert main("--resume", run / "checkpoints/checkpoint_step_9.pt") == 2
+    assert "the newest first: checkpoint_final." in capsys.readouterr().err
+
+
+def saved_by(folder, *numbers, **options):
+    "Steps that are saved, with a clock that moves on by four minutes after each step."
+    now = SimpleNamespace(seconds=0.0)
+    callback = CheckpointCallback(folder, clock=lambda: now.seconds, **options)
+    found = []
+    for number in numbers:
+        now.seconds += 240
+        ranks = SimpleNamespace(first=False, shards={})
+        trainer = mock.Mock(ranks=ranks, step=number, last_step=99)
+        callback.on_step_end(trainer, {}, None)
+        found += [number for _ in trainer.save_checkpoint.call_args_list]
+    return found
+
+
+def test_checkpoints_by_the_clock_and_by_steps(tmp_path):
+    numbers = range(1, 10)
+    assert saved_by(tmp_path, *numbers, minutes=10) == [3, 6, 9]
+    assert saved_by(tmp_path, *numbers, minutes=10, every=4) == [3, 4, 7, 8]
+    assert saved_by(tmp_path, *numbers, every=4) == [4, 8]
+    assert saved_by(tmp_path, *numbers) == []
+
+
+@pytest.mark.parametrize("first_says", [True, False])
+def test_with_cut_weights_the_first_rank_looks_at_the_clock(tmp_path, first_says):
+    ranks = SimpleNamespace(shards={"ar": 1}, gather=lambda own: [first_says, own])
+    clock = iter((0, 0 if first_says else 99)).__next__
+    callback = CheckpointCallback(tmp_path, minutes=1, clock=clock)
+    assert callback.is_time(SimpleNamespace(ranks=ranks, step=1)) == first_says
+
+
+def test_a_run_saves_by_the_clock_without_being_asked(folder):
+    run = folder / "run"
+    words = ["--num_steps", 4, "--output_dir", run, "--training.save_minutes", 1e-9]
+    assert main(*small(folder, *words)) == 0
+    found = sorted(path.name for path in (run / "checkpoints").iterdir())
+    assert found == ["checkpoint_final", *(f"checkpoint_step_{n}" for n in (2, 3, 4))]
+    note = read_json(run / "checkpoints/checkpoint_step_3/trainer.json")
+    assert note["step"] == 3
+    assert parse_args([]).training.save_minutes == 10
