@@ -30,6 +30,12 @@ def main(*words):
     return main([str(word) for word in words])
 
 
+def resume(*words):
+    """The same with --resume and these words. The runs of the tests name a reward of their own, and
+    a resumed run calls it only after --trust_run_code."""
+    return main("--resume", *words, "--trust_run_code")
+
+
 def evaluate_main(*words):
     "`python -m glm_grpo.evaluate` in this process -> exit status."
     from glm_grpo.evaluate import main

@@ -25,6 +25,7 @@ from helpers import (
     pretend_installed,
     read_json,
     read_jsonl,
+    resume,
     rewards_of,
     same_tensors,
     small,
@@ -298,7 +299,7 @@ def test_dry_run_counts_and_leaves_nothing(folder, capsys):
 
 def evaluations(run):
     "What training wrote, and what `glm_grpo.evaluate` writes about the same checkpoint."
-    assert evaluate_main("--checkpoint", run) == 0
+    assert evaluate_main("--trust_run_code", "--checkpoint", run) == 0
     again = run / "eval_checkpoint_final" / "eval.json"
     return read_json(run / "eval.json"), read_json(again)
 
@@ -312,7 +313,7 @@ def test_averages_are_evaluated_saved_and_resumed(folder):
     assert main(*small(folder, *words, "--output_dir", straight)) == 0
     shutil.copytree(straight, halves)
     shutil.rmtree(halves / "checkpoints/checkpoint_final")
-    assert main("--resume", halves / "checkpoints/checkpoint_step_1") == 0
+    assert resume(halves / "checkpoints/checkpoint_step_1") == 0
     own = "checkpoints/checkpoint_final/adapter_model.safetensors"
     mean = "checkpoints/checkpoint_final/ema/adapter_model.safetensors"
     for path in (own, mean):
@@ -366,7 +367,7 @@ def test_stop_and_go_on_is_the_straight_run_bit_for_bit(
     shutil.copytree(straight, halves)
     for name in ("checkpoint_final", "checkpoint_step_4"):
         shutil.rmtree(halves / "checkpoints" / name)
-    assert main("--resume", "latest", "--output_dir", halves) == 0
+    assert resume("latest", "--output_dir", halves) == 0
     assert without_seconds(halves) == without_seconds(straight)
     assert steps(halves) == [1, 2, 3, 4]
     wanted = load_weights(straight / "checkpoints/checkpoint_final")
@@ -398,7 +399,7 @@ def test_the_newest_the_last_few_and_the_best_checkpoint_stay(folder, capsys):
     assert names() == ["checkpoint_best", "checkpoint_final", *newest]
     assert step_of(checkpoints / "checkpoint_best") == best
     capsys.readouterr()
-    assert main("--resume", "latest", "--output_dir", run, "--num_steps", 5) == 0
+    assert resume("latest", "--output_dir", run, "--num_steps", 5) == 0
     assert "steps 5 to 5" in capsys.readouterr().out
     assert names()[2:] == ["checkpoint_step_4", "checkpoint_step_5"]
     assert step_of(checkpoints / "checkpoint_final") == 5
@@ -436,7 +437,7 @@ def test_resume_refuses_another_model_and_says_what_differs(folder, capsys):
         ("--num_steps 2 --model.lora false", "lora True"),
         ("--num_steps 2 --training.batch_size 2", "batch size 1"),
     ):
-        assert main("--resume", run, *words.split()) == 2
+        assert resume(run, *words.split()) == 2
         assert says in capsys.readouterr().err
     assert contents(run) == before
 
@@ -466,13 +467,13 @@ def test_ctrl_c_saves_and_resume_goes_on(folder):
     finally:
         process.kill()
     saved = run / "checkpoints" / "checkpoint_interrupt"
-    assert process.returncode == 0
+    assert process.returncode == 130
     assert "Traceback" not in text and f"--resume {saved}" in text
     done = step_of(saved)
     assert steps(run) == list(range(1, done + 1))
     assert (saved / "adapter_model.safetensors").is_file()
     assert not (run / "checkpoints" / "checkpoint_final").exists()
-    assert main("--resume", saved, "--num_steps", done + 1) == 0
+    assert resume(saved, "--num_steps", done + 1) == 0
     assert steps(run) == list(range(1, done + 2))
     assert (run / "checkpoints" / "checkpoint_final").is_dir()
 
@@ -562,7 +563,7 @@ def test_parts_are_logged_and_evaluations_during_training_can_be_repeated(
     missing = [row[0] is None for row in history[0]["values"]["dark"]]
     assert missing == ["two" in prompt for prompt in PROMPTS]
     step_1 = run / "checkpoints/checkpoint_step_1"
-    assert evaluate_main("--checkpoint", run, "--baseline", step_1) == 0
+    assert evaluate_main("--trust_run_code", "--checkpoint", run, "--baseline", step_1) == 0
     again = read_json(run / "eval_checkpoint_final" / "eval.json")
     assert again["before"]["rewards"] == history[1]["rewards"]
     assert again["after"]["rewards"] == history[2]["rewards"]
@@ -610,7 +611,7 @@ def test_each_half_in_each_mode_trains_and_goes_on_bit_for_bit(
             assert line[f"{prefix}grad_norm"] > 0
     shutil.copytree(straight, halves)
     shutil.rmtree(halves / "checkpoints/checkpoint_final")
-    assert main("--resume", halves / "checkpoints/checkpoint_step_1") == 0
+    assert resume(halves / "checkpoints/checkpoint_step_1") == 0
     assert without_seconds(halves) == lines
     check_adapters(straight, halves, len(prefixes))
     written, again = evaluations(straight)

@@ -17,6 +17,7 @@ from helpers import (
     main,
     pretend_installed,
     read_jsonl,
+    resume,
     same_tensors,
     small,
     step_of,
@@ -130,7 +131,7 @@ def test_a_disk_that_is_full_from_the_second_checkpoint_on(folder, capsys):
     check_said(message, "No space left", f"--resume {first}")
     assert [p.name for p in (run / "checkpoints").iterdir()] == ["checkpoint_step_1"]
     assert loads(first) == 1
-    assert main("--resume", "latest", "--output_dir", run, "--num_steps", 2) == 0
+    assert resume("latest", "--output_dir", run, "--num_steps", 2) == 0
     assert steps(run) == [1, 2]
 
 
@@ -176,7 +177,7 @@ def test_an_image_that_breaks_while_the_run_goes_on(folder, capsys):
     assert steps(run) == [1, 2]
     for p, content in whole.items():
         p.write_bytes(content)
-    assert main("--resume", "latest", "--output_dir", run) == 0
+    assert resume("latest", "--output_dir", run) == 0
     assert steps(run) == [1, 2, 3, 4]
 
 
@@ -254,7 +255,7 @@ def test_out_of_memory_is_told_with_what_to_lower(folder, capsys, monkeypatch, u
     check_said(message, f"--resume {run}/checkpoints/{saved}")
     assert steps(run) == [1]
     assert all(loads(p) == 1 for p in (run / "checkpoints").iterdir())
-    assert main("--resume", "latest", "--output_dir", run, "--num_steps", 2) == 0
+    assert resume("latest", "--output_dir", run, "--num_steps", 2) == 0
     assert steps(run) == [1, 2]
 
 

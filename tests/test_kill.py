@@ -15,6 +15,7 @@ from helpers import (
     load_weights,
     main,
     read_jsonl,
+    resume,
     same_tensors,
     small,
     step_of,
@@ -116,7 +117,7 @@ def test_killed_at_random_moments(folder, at_root, pytestconfig):
     seen, torn = kill_again_and_again(run, words, kills, folder / "log")
 
     last = ["--num_steps", seen + 1]
-    assert main("--resume", "latest", "--output_dir", run, *last) == 0
+    assert resume("latest", "--output_dir", run, *last) == 0
     assert not list(run.rglob(".*")), "something is left over"
     assert len(list((run / "checkpoints").glob("checkpoint_step_*"))) == min(3, seen + 1)
     assert main(*words, *last, "--output_dir", straight) == 0

@@ -45,7 +45,7 @@ MORE_HELP = (
     "not; those that need weights: with reward.models."
 )
 
-
+# %% ../../nbs/6_run/14_evaluate.ipynb #cc7aaa3
 def make_own_parser() -> argparse.ArgumentParser:
     "The options that training does not have."
     parser = argparse.ArgumentParser(prog=PROGRAM, add_help=False, allow_abbrev=False)

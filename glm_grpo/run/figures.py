@@ -175,7 +175,7 @@ def reward_curve_figure(
             ax.legend(fontsize=6)
     return figure
 
-
+# %% ../../nbs/6_run/11_figures.ipynb #c036198
 def of_policies(lines: list[dict], name: str) -> dict[str, list[float]]:
     "policy -> a metric of each step, NaN where a line lacks it; one policy has no name in a line."
     found = {}

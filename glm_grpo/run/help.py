@@ -83,7 +83,7 @@ def more_help() -> str:
     told = [textwrap.fill(text, 100, subsequent_indent="  ") for text in (WATCH, WORDS)]
     return "\n\n".join([*told, statuses_help(), metrics_help()])
 
-
+# %% ../../nbs/6_run/03_help.ipynb #c7f30fa
 class KeepLines(argparse.RawDescriptionHelpFormatter, DefaultHelpFormatter):
     "Keeps the lines of the list of metrics at the end."
 

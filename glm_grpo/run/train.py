@@ -258,7 +258,7 @@ def train_and_measure(self: Run) -> None:
         raise KeyboardInterrupt
     self.measure_after()
 
-
+# %% ../../nbs/6_run/19_train.ipynb #c4b61f8
 @patch_to(Run)
 def resume(self: Run) -> None:
     "Take the checkpoint; its warnings are said."
@@ -344,7 +344,7 @@ def save_interrupted(self: Run) -> str:
     place = f"after step {trainer.step}" if trainer.step else "before the first step"
     return f"{place}, saved; go on with: {self.again(self.interrupted)}"
 
-
+# %% ../../nbs/6_run/19_train.ipynb #ce7ca90
 @patch_to(Run)
 def finish(self: Run) -> None:
     "Write the results, and say where they are."

@@ -53,7 +53,7 @@ class SteadyStream:
         except (OSError, ValueError, AttributeError):  # closed, or no real file
             self.stream = nowhere
 
-
+# %% ../../nbs/5_training/15_console.ipynb #c15b394
 @contextlib.contextmanager
 def steady_output() -> Iterator[None]:
     "In this block standard output and standard error never fail."

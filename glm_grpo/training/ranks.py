@@ -28,7 +28,7 @@ def process_count() -> int:
         "accelerate launch and torchrun set it; without them: unset WORLD_SIZE."
     )
 
-
+# %% ../../nbs/5_training/03_ranks.ipynb #c0423a0
 class Ranks:
     "The processes that train together, each with its share of the prompts."
 

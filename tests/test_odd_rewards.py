@@ -1,0 +1,127 @@
+"""Rewards that go wrong later than the first call, that leave the program, or that change it: one
+message with the reward's name, and the steps so far are saved."""
+
+import pytest
+import torch
+from helpers import counting_reward, evaluate_main, files, main, resume, small, step_of, steps, told
+
+pytestmark = pytest.mark.usefixtures("at_root")
+
+# From the fourth call on, which is the second step: a statement, and what the message says of it.
+# More of them are in the notebook of `call_reward`.
+LATER = {
+    "None": ("return None", "returned None for 2 images; it must return one number per image"),
+    "5,000 digits": ("return [10**5000] * len(images)", "it cannot be printed"),
+    "a generator": ("return (float(x.mean()) for x in images)", "returned a generator ("),
+    "complex numbers": ("return torch.ones(len(images)) * 1j", "complex numbers have no order"),
+    "an error without a text": ("raise Shy", "raised Shy: its text cannot be read"),
+    "an error that cannot be written": ("raise ValueError('\\udc80')", r"ValueError: \udc80"),
+    "an exit": ("sys.exit(0)", "raised SystemExit: 0"),
+    "another default type": (
+        "torch.set_default_dtype(torch.float64)",
+        "called torch.set_default_dtype(torch.float64)",
+    ),
+}
+SHY = """\
+import sys
+import torch
+
+class Shy(Exception):
+    def __str__(self):
+        raise RuntimeError
+"""
+
+
+@pytest.mark.parametrize("name", LATER)
+def test_a_reward_that_goes_wrong_in_the_second_step_is_told(folder, capsys, name):
+    statement, says = LATER[name]
+    reward = counting_reward(f"if len(calls) > 3:\n        {statement}", SHY)
+    (folder / "green.py").write_text(reward)
+    run = folder / "run"
+    words = small(folder, "--num_steps", 3, "--training.trackers", "null", "--output_dir", run)
+    assert main(*words) == 2
+    text = capsys.readouterr().err
+    (message,) = [line for line in text.splitlines() if line.startswith("error: ")]
+    assert message.startswith("error: The reward green ") and says in message
+    assert "Traceback" not in text
+    assert "1 steps are saved; go on with:" in message and message.endswith("--trust_run_code")
+    assert step_of(run / "checkpoints/checkpoint_interrupt") == 1 and steps(run) == [1]
+    assert torch.get_default_dtype() == torch.float32 and torch.is_grad_enabled()
+
+
+AT_THE_TOP = {
+    "an exit": ("sys.exit('no licence')", "green.py cannot be loaded: SystemExit: no licence."),
+    "another default type": (
+        "torch.set_default_dtype(torch.float64)",
+        "its code calls torch.set_default_dtype(torch.float64)",
+    ),
+    "no gradients": ("torch.set_grad_enabled(False)", "calls torch.set_grad_enabled(False)"),
+}
+
+
+@pytest.mark.parametrize("name", AT_THE_TOP)
+def test_a_file_that_leaves_or_changes_torch_is_told_before_anything(folder, capsys, name):
+    statement, says = AT_THE_TOP[name]
+    (folder / "green.py").write_text(counting_reward("pass", f"{SHY}\n{statement}"))
+    there = files(folder)
+    assert main(*small(folder, "--num_steps", 1, "--output_dir", folder / "run")) == 2
+    assert says in told(capsys)
+    assert files(folder) == there
+    assert torch.get_default_dtype() == torch.float32 and torch.is_grad_enabled()
+
+
+def test_a_reward_without_gradients_of_its_own_spoils_nothing(folder):
+    "It switches gradients off in its call, and training goes on with them."
+    (folder / "green.py").write_text(counting_reward("torch.set_grad_enabled(False)", SHY))
+    words = small(folder, "--num_steps", 2, "--training.trackers", "null")
+    assert main(*words, "--output_dir", folder / "run") == 0
+    assert torch.is_grad_enabled() and steps(folder / "run") == [1, 2]
+
+
+def test_a_reward_with_global_random_numbers_is_named(folder):
+    (folder / "green.py").write_text(counting_reward("torch.rand(1)", SHY))
+    words = small(folder, "--num_steps", 1, "--training.trackers", "null")
+    with pytest.warns(UserWarning, match="reward green uses the global random numbers of torch"):
+        assert main(*words, "--output_dir", folder / "run") == 0
+
+
+@pytest.fixture
+def run_of_a_stranger(folder):
+    "A run that names a function which leaves a trace when its file is loaded."
+    run = folder / "run"
+    words = small(folder, "--num_steps", 1, "--training.trackers", "null", "--output_dir", run)
+    assert main(*words) == 0
+    trace = folder / "it_ran"
+    evil = f"from pathlib import Path\nPath({str(trace)!r}).touch()\n"
+    (folder / "green.py").write_text(counting_reward("pass", evil))
+    return run, trace
+
+
+def test_evaluate_and_resume_run_no_code_of_others_unasked(run_of_a_stranger, folder, capsys):
+    run, trace = run_of_a_stranger
+    there = files(run)
+    for status in (
+        evaluate_main("--checkpoint", run),
+        main("--resume", run, "--num_steps", 2),
+        main("--resume", run, "--num_steps", 2, "--dry_run"),
+    ):
+        assert status == 2
+    messages = [line for line in capsys.readouterr().err.splitlines() if line]
+    assert len(messages) == 3
+    for message in messages:
+        assert "--trust_run_code" in message and f"{folder}/green.py:green" in message
+    assert not trace.exists() and files(run) == there
+
+
+def test_code_that_is_named_or_trusted_runs(run_of_a_stranger, folder):
+    run, trace = run_of_a_stranger
+    named = ["--reward.functions", f"{folder}/green.py:green"]
+    (folder / "mine.yaml").write_text(f"reward: {{functions: {folder}/green.py:green}}\n")
+    words = ["--training.eval_samples", 1, "--training.eval_prompts", 1]
+    for more in (["--trust_run_code"], named, ["--config", folder / "mine.yaml"]):
+        trace.unlink(missing_ok=True)
+        assert evaluate_main("--checkpoint", run, *words, *more) == 0
+        assert trace.exists()
+    assert resume(run, "--num_steps", 2) == 0
+    assert main("--resume", run, "--num_steps", 3, *named) == 0
+    assert steps(run) == [1, 2, 3]
