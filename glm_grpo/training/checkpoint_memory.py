@@ -8,6 +8,7 @@ __all__ = ['Memory', 'read_memory', 'check_memory']
 # %% ../../nbs/5_training/10b_checkpoint_memory.ipynb #cb78885
 from dataclasses import dataclass
 from pathlib import Path
+from pickle import UnpicklingError
 
 import torch
 from torch import Tensor
@@ -45,7 +46,10 @@ def read_memory(
 
 
 def _load(path):
-    return torch.load(path, map_location="cpu", weights_only=True)
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except UnpicklingError:  # its message is about versions of torch
+        raise ValueError("it holds something else than tensors and numbers") from None
 
 
 def _read(file, read):
