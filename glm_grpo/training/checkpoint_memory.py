@@ -77,6 +77,8 @@ def _check_tensors(file, tensors, weights):
 def _check_adamw(file, memory, optimizer):
     "UserError: not the memory of an optimizer with these weights."
     wrong = _broken(file, "it is not the memory of an optimizer with this run's weights")
+    if not isinstance(memory, dict):
+        raise wrong
     try:
         state, groups = memory["state"], memory["param_groups"]
         sizes = [len(group["params"]) for group in groups]
