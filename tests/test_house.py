@@ -231,3 +231,29 @@ def test_notebooks_are_short(notebook):
     assert len(cells) <= 90 and len(lines) <= 460  # about 450
     assert max((len(s.splitlines()) for s in exported), default=0) <= 60
     assert [line for line in lines if len(line) > 100] == []
+
+
+def shadowed(tree):
+    "Names of methods added by `@patch_to` that the module imports or defines under that name, too."
+    taken = set()
+    for node in tree.body:
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            taken |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}
+        plain = isinstance(node, (ast.FunctionDef, ast.ClassDef))
+        if plain and not (isinstance(node, ast.FunctionDef) and patched_class(node)):
+            taken.add(node.name)
+    methods = [n for n in tree.body if isinstance(n, ast.FunctionDef) and patched_class(n)]
+    return [method.name for method in methods if method.name in taken]
+
+
+@pytest.mark.parametrize("path", MODULES, ids=module_name)
+def test_patched_methods_do_not_hide_what_the_module_uses(path):
+    "A method added in a later cell stands in the module as a function of its own name."
+    assert shadowed(ast.parse(path.read_text(encoding="utf-8"))) == []
+
+
+def test_a_hidden_name_is_seen():
+    patched = "\n@patch_to(Thing)\ndef score(self): ..."
+    assert shadowed(ast.parse("from scoring import score" + patched)) == ["score"]
+    assert shadowed(ast.parse("def score(): ..." + patched)) == ["score"]
+    assert shadowed(ast.parse("from scoring import score as rate" + patched)) == []

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,8 +12,11 @@ from glm_grpo.data.basics import refusal
 from glm_grpo.data.prompts import I2IDataset
 from glm_grpo.data.rollout import RolloutOptions, SampleNames, request_names
 from glm_grpo.model import rollouts
+from glm_grpo.model.nucleus import unpack_kept
+from glm_grpo.model.policies import Denoising
 from glm_grpo.model.requests import ImageRequest
 from glm_grpo.model.rollouts import RolloutSampler
+from glm_grpo.model.sampling import Decisions, StepCounter
 from glm_grpo.model.tokens import large_grid_tokens, upsample_tokens
 from glm_grpo.model.wrapper import GLMImageWrapper
 
@@ -299,6 +303,32 @@ def test_window_moves_with_the_step():
         windows.append(denoising.decisions)
         assert denoising.ratio_norm == (step == 2)
     assert windows == [(0,), (1,), (0,)]
+
+
+def test_a_random_window_depends_on_the_step():
+    model, places = model_of("dit", 4), set()
+    prompts, images = edits()
+    for step in range(8):
+        options = {"window": 1, "window_kind": "random"}
+        sampler = RolloutSampler(model, request_for(prompts, images, step=step, **options))
+        places.add(sampler.add_decisions(Denoising(64, 64, 3, 1.0, {})).decisions)
+    assert places == {(0,), (1,)}
+
+
+@pytest.mark.parametrize("u", [1.0, 1 - 2**-24])
+@pytest.mark.parametrize("top_p", [1.0, 0.9])
+def test_the_largest_uniforms_sample_a_token_of_the_codebook(u, top_p):
+    "u times the sum of the probabilities can be rounded up to the sum."
+    generator = torch.Generator().manual_seed(0)
+    logits = 3 * torch.randn(500, 64, generator=generator)
+    counter = StepCounter(False, "cpu")
+    loop = SimpleNamespace(hidden=logits, K=64, counter=counter, logits=lambda: logits)
+    decisions = Decisions(loop, torch.full((500, 1), u), 1.0, top_p, keep=True)
+    ids = decisions.decide()
+    assert ids.max() < 64 and torch.equal(decisions.token_ids[:, 0], ids)
+    if top_p < 1:
+        kept = unpack_kept(decisions.kept[:, 0], 64)
+        assert kept.gather(1, ids[:, None]).all()
 
 
 def run_once(folder, **options):

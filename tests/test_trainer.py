@@ -28,7 +28,8 @@ BATCH = {"prompts": PROMPTS, "target_images": TARGETS}
 
 
 def toy_trainer(batches=None, reward=nearness, model=None, **changes):
-    options = {"group_size": 8, "learning_rate": 0.3, "lr_scheduler": "constant"} | changes
+    options = {"group_size": 8, "learning_rate": 0.3, "lr_scheduler": "constant"}
+    options |= {"callbacks": ()} | changes
     return MinimalGRPOTrainer(model or ToyPainter(PROMPTS), batches or [BATCH], reward, **options)
 
 
@@ -824,6 +825,8 @@ def test_options_are_those_of_the_arguments_or_given_whole():
     trainer = toy_trainer(group_size=3, clip_range=0.1, height=64, width=96)
     assert trainer.options.grpo.num_samples == 3 and trainer.options.height == 64
     assert trainer.options.grpo.clip_range == trainer.options.grpo.dit_clip_range == 0.1
+    left_out = toy_trainer().options.grpo
+    assert (left_out.clip_range, left_out.dit_clip_range) == (0.2, 1e-4)
     other = MinimalGRPOTrainer(
         ToyPainter(PROMPTS), [BATCH], nearness, options=trainer.options, beta=0.2
     )
@@ -838,6 +841,8 @@ def test_options_are_those_of_the_arguments_or_given_whole():
         ({"pictures_per_sample": 1}, "pictures_per_sample 1"),
         ({"colour": "red"}, "no option colour"),
         ({"normalise": "group"}, "Give a WeightedReward"),
+        ({"delta": 1.2}, "delta 1.2: must be more than 1 + clip_range_high, here 1.2"),
+        ({"delta": 1.25, "clip_range_high": 0.28}, "here 1.28"),
     ],
 )
 def test_what_cannot_work_is_refused(changes, message):

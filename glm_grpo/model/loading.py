@@ -90,6 +90,31 @@ def check_model_folder(
             raise UserError(f"{folder}: {part}/{names[0]} is missing. {again}")
         if part in _WITH_WEIGHTS and (name := missing_weights(folder / part)):
             raise UserError(f"{folder}: {part}/{name} is missing: the weights. {again}")
+        for name in filter(lambda name: (folder / part / name).is_file(), names):
+            _check_settings(folder / part / name, _NEEDED_KEYS.get(part, ()))
+
+
+# What the settings of a part must have, because something here reads it.
+_NEEDED_KEYS = {
+    "vision_language_encoder": ("model_type",),
+    "text_encoder": ("model_type",),
+    "transformer": ("_class_name", "num_layers"),
+    "vae": ("_class_name", "block_out_channels"),
+}
+
+
+def _check_settings(file, needed):
+    "UserError: no JSON object, or a key is missing in it."
+    problem = "no valid JSON object"
+    try:
+        settings = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError):
+        settings = None
+    if isinstance(settings, dict):
+        missing = [key for key in needed if key not in settings]
+        problem = f"'{missing[0]}' is missing in it" if missing else None
+    if problem:
+        raise UserError(f"{file}: {problem}. Download the model again.")
 
 # %% ../../nbs/3_model/05_loading.ipynb #n018
 def pick_device(

@@ -99,6 +99,15 @@ def _read_adapter_for(model, half: str, folder: Path) -> Callable[[], None]:
     own = get_peft_model_state_dict(adapted, save_embedding_layers=False)
     own_shapes = {name: tensor.shape for name, tensor in own.items()}
     saved_shapes = {name: tensor.shape for name, tensor in saved.tensors.items()}
+    as_told = (
+        set(getattr(lora, LORA_PLACES[half].option)) == set(saved.target_modules)
+        and saved.rank == lora.rank
+    )
+    if saved_shapes != own_shapes and as_told:
+        raise UserError(
+            f"{folder}/adapter_model.safetensors: not the tensors that adapter_config.json tells "
+            f"of, or of another model than {model.name}. Take another checkpoint."
+        )
     if saved_shapes != own_shapes or saved.alpha != lora.alpha:
         own_names = getattr(lora, LORA_PLACES[half].option)
         raise UserError(

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from ..data.basics import UserError
 from ..data.files import atomic_write, check_path
+from ..data.records import read_records
 from .command_line import BEGAN_WITH
 from .config import Config, to_yaml
 from .evaluation import write_eval
@@ -153,11 +154,9 @@ def check_prompts(
 
 # %% ../../nbs/6_run/18_folder.ipynb #n016
 def read_metrics(path: str | Path) -> list[dict]:
-    "The lines of metrics.jsonl."
+    "The lines of metrics.jsonl. UserError names a broken line."
     path = Path(path)
-    if not path.is_file():
-        return []
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return read_records(path, {"step": int}) if path.is_file() else []
 
 
 def write_config(config: Config, out: str | Path) -> None:

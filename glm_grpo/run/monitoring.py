@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from ..data.files import atomic_write
+from ..data.records import read_records
 from .alarms import reward_hacking_alarm
 from .evaluation import eval_record, image_numbers
 from ..training.callbacks import Callback
@@ -45,10 +46,10 @@ class PeriodicEvaluation(Callback):
         self.path, self.evaluate, self.every = Path(path), evaluate, every
         self.trained, self.say = list(trained), say
         self.alarms = []  # what the newest evaluation warns of
-        lines = []
+        self.history = []
         if self.path.is_file():
-            lines = self.path.read_text(encoding="utf-8").splitlines()
-        self.history = [json.loads(line) for line in lines]
+            needed = {"step": int, "reward_mean": float, "prompts": list, "seeds": list}
+            self.history = read_records(self.path, needed)
 
     def add(
         self,

@@ -18,6 +18,7 @@ import numpy as np
 
 from ..data.basics import UserError
 from ..data.files import atomic_write
+from ..data.records import text_lines
 from .checkpoint_folder import CheckpointFolder
 from .experience import Experience
 from .figures import figure_to_image, gap_figure, sample_grid
@@ -102,7 +103,7 @@ class JsonlLogger(Callback):
         "Lines after the trainer's step, and half ones, are taken out."
         keep = []
         if self.path.exists():
-            lines = self.path.read_text(encoding="utf-8").splitlines()
+            lines = text_lines(self.path)
             keep = [line for line in lines if _step_of(line) <= trainer.step]
         with atomic_write(self.path) as f:
             f.writelines(line + "\n" for line in keep)
@@ -119,9 +120,10 @@ class JsonlLogger(Callback):
 
 def _step_of(line):
     try:
-        return json.loads(line)["step"]
+        step = json.loads(line)["step"]
     except (ValueError, KeyError, TypeError):  # half a line
         return math.inf
+    return step if isinstance(step, int) else math.inf
 
 # %% ../../nbs/5_training/13_callbacks.ipynb #n017
 class SampleGrid(Callback):

@@ -19,8 +19,8 @@ def not_whole(path: Path, error: Exception) -> UserError:
     "What is said of a folder, or a file in it, that is no whole checkpoint."
     reason = str(error).partition("\n")[0][:160]
     return UserError(
-        f"{path}: no whole checkpoint ({type(error).__name__}: {reason}). Name a folder like "
-        "outputs/run_001/checkpoints/checkpoint_step_10."
+        f"{path}: no whole checkpoint ({type(error).__name__}: {reason}). Take another one, a "
+        "folder like outputs/run_001/checkpoints/checkpoint_step_10."
     )
 
 

@@ -8,6 +8,7 @@ __all__ = ['Memory', 'read_memory', 'check_memory']
 # %% ../../nbs/5_training/10b_checkpoint_memory.ipynb #cb78885
 from dataclasses import dataclass
 from pathlib import Path
+from pickle import UnpicklingError
 
 import torch
 from torch import Tensor
@@ -45,7 +46,10 @@ def read_memory(
 
 
 def _load(path):
-    return torch.load(path, map_location="cpu", weights_only=True)
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except UnpicklingError:  # its message is about versions of torch
+        raise ValueError("it holds something else than tensors and numbers") from None
 
 
 def _read(file, read):
@@ -73,6 +77,8 @@ def _check_tensors(file, tensors, weights):
 def _check_adamw(file, memory, optimizer):
     "UserError: not the memory of an optimizer with these weights."
     wrong = _broken(file, "it is not the memory of an optimizer with this run's weights")
+    if not isinstance(memory, dict):
+        raise wrong
     try:
         state, groups = memory["state"], memory["param_groups"]
         sizes = [len(group["params"]) for group in groups]

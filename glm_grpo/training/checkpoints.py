@@ -196,7 +196,7 @@ def load_checkpoint(
     check_memory(path, memory, optimizer)
     loader = trainer.train_dataloader
     if memory.note["data"] is not None and hasattr(loader, "load_state_dict"):
-        loader.load_state_dict(memory.note["data"])
+        _load_place(path, loader, memory.note["data"])
     trainer.model.load_adapter(path)
     optimizer.load_state_dict(memory.adamw, memory.masters)
     trainer.ranks.join()
@@ -207,3 +207,10 @@ def load_checkpoint(
             )
         optimizer.load_average(memory.average)
     trainer.step, trainer.bad_steps = memory.note["step"], memory.note["bad_steps"]
+
+
+def _load_place(path, loader, place):
+    try:
+        loader.load_state_dict(place)
+    except UserError as error:
+        raise UserError(f"{path / 'trainer.json'}: {error}") from None

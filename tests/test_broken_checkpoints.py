@@ -1,0 +1,309 @@
+"""Broken files in a checkpoint, a run or a model: one UserError with file and fix."""
+
+import copy
+import json
+import shutil
+
+import pytest
+import torch
+from helpers import GREEN, PROMPTS, ROOT, main, small, told
+from safetensors.torch import load_file, save, save_file
+
+from glm_grpo import GLMImageWrapper
+from glm_grpo.data.basics import refusal
+from glm_grpo.data.loader import make_dataloader
+from glm_grpo.model.adapters import read_adapter
+from glm_grpo.model.loading import check_model_folder
+from glm_grpo.run.folder import read_metrics
+from glm_grpo.run.monitoring import PeriodicEvaluation
+from glm_grpo.training.callbacks import JsonlLogger
+from glm_grpo.training.toy import ICONS, ToyPainter, icon_images, nearness
+from glm_grpo.training.trainer import MinimalGRPOTrainer
+
+TINY = ROOT / "data/tiny-glm-image"
+NAMES = list(ICONS)[:3]
+
+
+def toy_trainer():
+    items = []
+    for i, (prompt, target) in enumerate(zip(NAMES, icon_images(NAMES))):
+        items.append({"prompt": prompt, "target": target, "index": i, "metadata": {}})
+    return MinimalGRPOTrainer(
+        ToyPainter(NAMES),
+        make_dataloader(items, 2),
+        nearness,
+        learning_rate=0.3,
+        ema_decay=0.9,
+        callbacks=(),
+    )
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    path = tmp_path_factory.mktemp("whole") / "checkpoint"
+    trainer = toy_trainer()
+    trainer.train(2)
+    trainer.save_checkpoint(path)
+    return path
+
+
+@pytest.fixture
+def checkpoint(whole, tmp_path):
+    "A copy to break."
+    return shutil.copytree(whole, tmp_path / "checkpoint_step_2")
+
+
+def refused(checkpoint):
+    "What loading says; nothing has changed."
+    trainer = toy_trainer()
+    before = trainer.policies["ar"].table.detach().clone()
+    message = refusal(trainer.load_checkpoint, checkpoint)
+    assert torch.equal(trainer.policies["ar"].table, before)
+    assert trainer.step == 0 and not trainer.optimizer.adamw.state
+    assert trainer.train_dataloader.state_dict()["batches"] == 0
+    assert "\n" not in message and "Take another" in message
+    return message
+
+
+def test_a_whole_checkpoint_loads(checkpoint):
+    trainer = toy_trainer()
+    trainer.load_checkpoint(checkpoint)
+    assert trainer.step == 2
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"\xff\x00", b"null", b"[1]", b"3", b"[" * 99999], ids=str
+)
+def test_a_note_that_is_no_json_object(checkpoint, content):
+    (checkpoint / "trainer.json").write_bytes(content)
+    message = refused(checkpoint)
+    assert "no whole checkpoint" in message or "trainer.json: broken, it is no JSON" in message
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("step", None, "'step' cannot be null"),
+        ("step", "2", "'step' cannot be \"2\""),
+        ("step", 1.5, "'step' cannot be 1.5"),
+        ("step", True, "'step' cannot be true"),
+        ("step", -1, "'step' cannot be -1"),
+        ("bad_steps", "none", "'bad_steps' cannot be \"none\""),
+        ("options", None, "'options' cannot be null"),
+        ("made_by", None, "'made_by' cannot be null"),
+        ("made_by", {"trains": None}, "'trains' cannot be null"),
+        ("made_by", {"trains": 'LoRA {"rank": 4'}, "'trains' cannot be"),
+        ("made_by", {"trains": "LoRA [4]"}, "'trains' cannot be"),
+        ("data", "two", "trainer.json: the checkpoint's place in the data is broken: two"),
+        ("data", {}, "place in the data is broken: {}"),
+        ("data", {"batches": None, "n": 3, "batch_size": 2, "seed": 0}, "place in the data"),
+        ("data", {"batches": 2, "n": "3", "batch_size": 2, "seed": 0}, "place in the data"),
+    ],
+)
+def test_a_note_with_a_wrong_value(checkpoint, key, value, words):
+    note = json.loads((checkpoint / "trainer.json").read_text())
+    (checkpoint / "trainer.json").write_text(json.dumps({**note, key: value}))
+    message = refused(checkpoint)
+    assert words in message and "trainer.json" in message
+
+
+@pytest.mark.parametrize("key", ["step", "made_by"])
+def test_a_note_without_a_key(checkpoint, key):
+    note = json.loads((checkpoint / "trainer.json").read_text())
+    del note[key]
+    (checkpoint / "trainer.json").write_text(json.dumps(note))
+    assert f"trainer.json: broken, '{key}' is missing" in refused(checkpoint)
+
+
+def of_another_form(state):
+    "What optimizer.pt may hold instead -> a word of the message."
+    nan, small_one = copy.deepcopy(state), copy.deepcopy(state)
+    nan["state"][0]["exp_avg_sq"][0] = torch.nan
+    small_one["state"][0]["exp_avg"] = torch.ones(2)
+    two = copy.deepcopy(state["param_groups"]) * 2
+    return [
+        ([1], "it is not the memory of an optimizer"),
+        (torch.ones(3), "it is not the memory of an optimizer"),
+        ({}, "it is not the memory of an optimizer"),
+        ({"state": {}, "param_groups": []}, "it is not the memory of an optimizer"),
+        (state | {"param_groups": two}, "it is not the memory of an optimizer"),
+        (state | {"state": [1]}, "it is not the memory of an optimizer"),
+        (state | {"state": {9: {}}}, "it is not the memory of an optimizer"),
+        (state | {"state": {0: None}}, "the memory of weight 0 is a NoneType"),
+        (small_one, "exp_avg of weight 0 has not its shape"),
+        (nan, "exp_avg_sq of weight 0 holds numbers that are not finite"),
+    ]
+
+
+def test_an_optimizer_of_another_form(checkpoint):
+    file = checkpoint / "optimizer.pt"
+    state = torch.load(file, weights_only=True)
+    for content, words in of_another_form(state):
+        torch.save(content, file)
+        message = refused(checkpoint)
+        assert words in message and "optimizer.pt: broken" in message
+    for content in (b"", b"x", b"\x80\x02cos\nsystem\n."):
+        file.write_bytes(content)
+        assert "optimizer.pt: no whole checkpoint" in refused(checkpoint)
+
+
+def test_a_moving_average_of_another_form(checkpoint):
+    file = checkpoint / "ema.pt"
+    state = torch.load(file, weights_only=True)
+    nan = [torch.full_like(state["shadow_params"][0], torch.nan)]
+    for content, words in (
+        ([1], "it is no moving average"),
+        (state | {"optimization_step": None}, "it is no moving average"),
+        (state | {"shadow_params": 3}, "it must hold one tensor for each of 1 weights"),
+        (state | {"shadow_params": [torch.ones(2)]}, "number 0 is no tensor of the shape"),
+        (state | {"shadow_params": nan}, "number 0 holds numbers that are not finite"),
+    ):
+        torch.save(content, file)
+        assert words in refused(checkpoint)
+
+
+# adapters
+
+
+@pytest.fixture(scope="module")
+def adapter(tmp_path_factory):
+    path = tmp_path_factory.mktemp("adapter") / "ar"
+    model = GLMImageWrapper(TINY, "ar", lora={"rank": 2}, device="cpu")
+    model.save_pretrained(path)
+    return model, path
+
+
+def test_a_broken_adapter_is_named_and_changes_nothing(adapter, tmp_path):
+    model, path = adapter
+    before = [p.detach().clone() for p in model.get_trainable_parameters()]
+    tensors = load_file(path / "adapter_model.safetensors")
+    first = next(iter(tensors))
+    nan = tensors | {first: tensors[first] * torch.nan}
+    config = json.loads((path / "adapter_config.json").read_text())
+    for name, content, words in (
+        ("adapter_model.safetensors", save(nan), f"{first} holds numbers that are not finite"),
+        ("adapter_model.safetensors", save({}), "not the tensors that adapter_config.json tells"),
+        ("adapter_model.safetensors", b"x", "the adapter does not load (SafetensorError"),
+        ("adapter_config.json", b"\xff", "the adapter does not load (UnicodeDecodeError"),
+        ("adapter_config.json", json.dumps(config | {"r": "two"}).encode(), "(ValueError"),
+        ("adapter_config.json", json.dumps(config | {"lora_alpha": None}).encode(), "(TypeError"),
+    ):
+        broken = shutil.copytree(path, tmp_path / "broken", dirs_exist_ok=True)
+        (broken / name).write_bytes(content)
+        message = refusal(model.load_adapter, broken)
+        assert words in message and str(broken) in message
+        assert "Take an" in message and "\n" not in message
+        shutil.rmtree(broken)
+    assert all(map(torch.equal, before, model.get_trainable_parameters()))
+    assert read_adapter(path).rank == 2
+
+
+def test_full_weights_that_are_not_finite_are_refused(tmp_path):
+    model = GLMImageWrapper(TINY, "ar", device="cpu")
+    model.save_pretrained(tmp_path / "full")
+    file = tmp_path / "full/model.safetensors"
+    tensors = load_file(file)
+    name = next(iter(tensors))
+    save_file(tensors | {name: tensors[name] * torch.inf}, file, {"format": "pt"})
+    assert "holds numbers that are not finite" in refusal(model.load_adapter, tmp_path / "full")
+    file.write_bytes(b"x")
+    assert "the weights do not load" in refusal(model.load_adapter, tmp_path / "full")
+
+
+# the files of a run
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"\xff\xfe\x00", "metrics.jsonl: no text in UTF-8. Move it out"),
+        (b'{"step": 1}\n[2]\n', "metrics.jsonl, line 2: no JSON object. Delete this line"),
+        (b'{"step": "one"}\n', "metrics.jsonl, line 1: 'step' cannot be \"one\""),
+    ],
+)
+def test_a_broken_log_is_named(tmp_path, content, words):
+    (tmp_path / "metrics.jsonl").write_bytes(content)
+    assert words in refusal(read_metrics, tmp_path / "metrics.jsonl")
+
+
+def test_the_log_of_a_run_takes_out_lines_without_a_step(tmp_path):
+    log = tmp_path / "metrics.jsonl"
+    log.write_bytes(b'{"step": 1, "loss": 0.5}\n[2]\n{"step": "2"}\n{"step": 2')
+    trainer = toy_trainer()
+    trainer.step, trainer.callbacks = 1, [JsonlLogger(log)]
+    trainer.train(1)
+    assert [json.loads(line)["step"] for line in log.read_text().splitlines()] == [1, 2]
+    log.write_bytes(b"\xff\xfe")
+    assert "metrics.jsonl: no text in UTF-8" in refusal(trainer.train, 1)
+    assert log.read_bytes() == b"\xff\xfe"
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"\xff\xfe", "eval_history.jsonl: no text in UTF-8"),
+        (b"{\n", "eval_history.jsonl, line 1: no JSON object"),
+        (b"[]\n", "eval_history.jsonl, line 1: no JSON object"),
+        (b'{"step": 0}\n', "line 1: 'reward_mean' cannot be null"),
+        (b'{"step": null, "reward_mean": 0.5}\n', "line 1: 'step' cannot be null"),
+    ],
+)
+def test_a_broken_history_is_named(tmp_path, content, words):
+    (tmp_path / "eval_history.jsonl").write_bytes(content)
+    assert words in refusal(PeriodicEvaluation, tmp_path / "eval_history.jsonl", dict)
+
+
+# the program
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    "A run of one step."
+    folder = tmp_path_factory.mktemp("run")
+    (folder / "prompts.txt").write_text("\n".join(PROMPTS) + "\n")
+    (folder / "green.py").write_text(GREEN)
+    options = small(folder, "--model.name", TINY, "--output_dir", folder / "run")
+    assert main(*options, "--num_steps", 1) == 0
+    return folder
+
+
+def test_the_program_tells_of_a_broken_checkpoint(run, tmp_path, capsys):
+    shutil.copytree(run / "run", tmp_path / "run")
+    checkpoint = tmp_path / "run/checkpoints/checkpoint_final"
+    options = small(run, "--model.name", TINY, "--output_dir", tmp_path / "run")
+    for name in ("trainer.json", "optimizer.pt", "adapter_model.safetensors"):
+        whole = (checkpoint / name).read_bytes()
+        (checkpoint / name).write_bytes(b"[]")
+        assert main(*options, "--num_steps", 2, "--resume", checkpoint) == 2
+        message = told(capsys)
+        assert str(checkpoint) in message and "another" in message
+        (checkpoint / name).write_bytes(whole)
+
+
+@pytest.mark.parametrize(
+    ("part", "content"),
+    [
+        ("vision_language_encoder", "{"),
+        ("vision_language_encoder", "{}"),
+        ("transformer", ""),
+        ("vae", "[]"),
+        ("vae", '{"_class_name": "AutoencoderKL"}'),
+        ("text_encoder", "null"),
+    ],
+)
+def test_the_dry_run_tells_of_broken_settings(folder, tmp_path, capsys, part, content):
+    model = shutil.copytree(TINY, tmp_path / "model")
+    (model / part / "config.json").write_text(content)
+    assert main(*small(folder, "--model.name", model, "--dry_run")) == 2
+    message = told(capsys)
+    assert f"{part}/config.json: " in message and "Download the model again" in message
+    assert f"{part}/config.json: " in refusal(check_model_folder, model)
+
+
+@pytest.mark.parametrize(
+    "file", ["processor/processor_config.json", "scheduler/scheduler_config.json"]
+)
+def test_other_settings_of_a_model_are_read_first(tmp_path, file):
+    model = shutil.copytree(TINY, tmp_path / "model")
+    (model / file).write_bytes(b"\xff\xfe")
+    assert f"{file}: no valid JSON object" in refusal(check_model_folder, model)
