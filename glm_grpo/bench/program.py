@@ -28,7 +28,7 @@ def _add_kinds(parser):
     kinds.add_argument(
         "--dit",
         action="store_true",
-        help="instead: the denoising policy, against the pipeline and by the size of the window",
+        help="instead: the denoising policy, against the pipeline and for each window size",
     )
     kinds.add_argument(
         "--windows",
@@ -53,10 +53,10 @@ def _add_data(parser):
         help="(default: data/t2i/train/prompts.txt; with --dit data/words/train/prompts.txt)",
     )
     heldout = "data/t2i/heldout/prompts.txt"
-    add("--heldout_file", heldout, "with --windows: prompts to look at")
+    add("--heldout_file", heldout, "with --windows: file with the held-out prompts")
     drawings = "with --windows: folder of the drawings, for the scene check"
     add("--drawings", "data/drawings", drawings)
-    add("--output_dir", "data/bench", "where the tables go")
+    add("--output_dir", "data/bench", "folder for the tables")
 
 # %% ../../nbs/7_bench/08_bench.ipynb #n006b
 def _add_numbers(parser):
@@ -95,9 +95,9 @@ def _add_learning(parser):
         help="with --windows: which steps (default: %(default)s)",
     )
     add("--steps", 16, "training steps with all decisions; the window trains as long in time")
-    add("--every", 2, "steps between two looks at the held-out images")
-    add("--heldout", 24, "prompts to look at")
-    add("--seeds", 1, "images of each")
+    add("--every", 2, "steps between two evaluations on held-out prompts")
+    add("--heldout", 24, "held-out prompts of an evaluation")
+    add("--seeds", 1, "images of each held-out prompt")
 
 # %% ../../nbs/7_bench/08_bench.ipynb #n007
 def make_parser() -> argparse.ArgumentParser:
@@ -110,14 +110,14 @@ def make_parser() -> argparse.ArgumentParser:
     )
     for add in (_add_kinds, _add_data, _add_numbers, _add_learning):
         add(parser)
-    parser.add_argument("--threads", type=int, help="threads of torch (default: its own choice)")
+    parser.add_argument("--threads", type=int, help="threads of torch (default: torch's choice)")
     parser.add_argument(
         "--cpu_time",
         action="store_true",
         help="count seconds of the processor, not of the clock: for a CPU that is busy with "
         "other things, too",
     )
-    parser.add_argument("--device", help="cuda, mps or cpu (default: the best there is)")
+    parser.add_argument("--device", help="cuda, mps or cpu (default: the best one available)")
     return parser
 
 
@@ -136,7 +136,7 @@ def check_arguments(args: argparse.Namespace) -> None:
         raise UserError(f"--groups {min(args.groups)}: must be at least 1.")
     if args.cpu_time and pick_device(args.device).type != "cpu":
         raise UserError(
-            "--cpu_time: a GPU's work is not counted by the processor. Leave it out, or add "
+            "--cpu_time: the work of a GPU is not counted by the processor. Leave it out, or add "
             "--device cpu."
         )
 
@@ -204,7 +204,7 @@ def _measure_full_size(args, command):
 def choose_measurement(
     args: argparse.Namespace,
 ) -> tuple[str, Callable]:  # (kind, as in the names of the files; function (args, command))
-    "What the command line asks for."
+    "The benchmark that the command line asks for."
     if args.dit:
         return "dit", _measure_denoising
     if args.windows:

@@ -36,7 +36,7 @@ def _make_adamw(parameters: list[Tensor], lr: float, weight_decay: float) -> tor
 
 @torch.no_grad()
 def _update_average(average: list[Tensor], parameters: list[Tensor], decay: float, step: int):
-    "Young averages forget faster, so that the first weights do not stay in them."
+    "The decay is smaller in the first steps, so that the average forgets the initial weights."
     share = 1 - min(decay, (step + 1) / (step + 10))
     torch._foreach_lerp_(average, parameters, share)
 
@@ -48,7 +48,7 @@ def fit(
     lr: float = 2e-3,  # at the top of the schedule
     weight_decay: float = 0.02,  # of matrices
     average: float = 0.0,  # decay of the average that replaces the weights at the end; 0: none
-    name: str = "",  # on the progress bar; none is shown for "" or fewer than 20 steps
+    name: str = "",  # on the progress bar; no bar for "" or fewer than 20 steps
 ) -> list[dict]:  # one every 20 steps: the last value of each number
     "Train parameters on the losses that `next_loss` returns."
     parameters, log, seen = list(parameters), [], {}
