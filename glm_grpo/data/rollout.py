@@ -95,7 +95,9 @@ class Rollout:
             return False
 
     def __repr__(self):
-        told = [f"{len(self)} rows of {len(set(self.prompts))} different prompts"]
+        different = len(set(self.prompts))
+        of_prompts = "of one prompt" if different == 1 else f"of {different} different prompts"
+        told = [f"{len(self)} rows {of_prompts}"]
         shape = list(self.image_tensors.shape) if self.image_tensors is not None else "no"
         told.append(f"{shape} images")
         if self.token_ids is not None:
