@@ -1,6 +1,6 @@
 """Prints the lowest versions that settings.ini allows, as pip wants them.
 
-    pip install $(python tools/lowest_versions.py) pytest pytest-xdist
+pip install $(python tools/lowest_versions.py) pytest pytest-xdist
 """
 
 import re
