@@ -83,8 +83,8 @@ def test_a_terminal_that_is_closed_saves(folder, again):
     "Also when both the shell and the system send SIGHUP."
     run, hang_up = folder / "run", "os.kill(os.getpid(), signal.SIGHUP)"
     if again:
-        hang_up = f"[{hang_up}, {hang_up}]"
-    reward = counting_reward(f"len(calls) == 4 and {hang_up}", "import os, signal")
+        hang_up = f"[{hang_up}, time.sleep(0.3), {hang_up}, time.sleep(0.3)]"
+    reward = counting_reward(f"len(calls) == 4 and {hang_up}", "import os, signal, time")
     (folder / "green.py").write_text(reward)
     words = small(folder, "--num_steps", 50, "--training.trackers", "null", "--output_dir", run)
     assert main(*words) == 129
