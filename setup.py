@@ -50,6 +50,7 @@ setup(
         "rewards": rewards,
         "datasets": cfg["datasets_requirements"].split(),
         "8bit": cfg["eight_bit_requirements"].split(),
+        "docs": cfg["docs_requirements"].split(),
         "dev": cfg["dev_requirements"].split() + rewards,
     },
     zip_safe=False,
