@@ -45,7 +45,7 @@ def merged_product(
     bias = None if biases[0] is None else torch.cat(biases)
     return lambda x: F.linear(x, weight, bias)
 
-# %% ../../nbs/3_model/02b_products.ipynb #cac2c11
+# %% ../../nbs/3_model/02b_products.ipynb #c8d9dd5
 def _small_products(linears):
     "(A [R, n], B' [R, m]) of all active adapters, in the weights' dtype; None: there are none."
     down, blocks, start = [], [], 0
@@ -90,7 +90,7 @@ def joint_product(
     "A function that gives the outputs of several linear layers beside each other."
     return merged_product(linears) if merge else called_product(linears)
 
-
+# %% ../../nbs/3_model/02b_products.ipynb #c1efbe5
 @dataclass
 class LayerProducts:
     "The four products of one layer."
