@@ -16,14 +16,9 @@ from transformers import GlmImageForConditionalGeneration, GlmImageProcessor, To
 from glm_grpo.data.basics import UserError
 from glm_grpo.maths.noise import named_uniforms
 from glm_grpo.model.nucleus import nucleus, pack_kept, sample_token_ids, unpack_kept
-from glm_grpo.model.sampling import (
-    KVCache,
-    LayerProducts,
-    SamplingLoop,
-    StepCounter,
-    prefill,
-    sample_tokens,
-)
+from glm_grpo.model.products import LayerProducts
+from glm_grpo.model.replay import StepCounter
+from glm_grpo.model.sampling import KVCache, SamplingLoop, prefill, sample_tokens
 from glm_grpo.model.scoring import score_tokens
 from glm_grpo.model.tokens import language_model_parts, prepare_prompts
 
@@ -336,7 +331,7 @@ def test_cache_shows_what_is_filled(ar, inputs, fixed):
     for step in range(3):
         cache.open_column()
         new = torch.full_like(cache.layers[0][0][:, :, 0], step + 1.0)
-        keys, values, bias = cache.write(0, new, -new)
+        keys, values, bias = cache.write(0, torch.stack((new, -new)))
         assert torch.equal(keys[:, :, L + step], new) and torch.equal(values[:, :, L + step], -new)
         seen = bias[:, 0, 0] == 0
         assert torch.equal(seen[:, :L], inputs.attention_mask[index].bool())

@@ -23,13 +23,14 @@ def _nucleus_by_sort(logits, top_p):
 def nucleus(
     logits: Tensor,  # [N, K] float32, already divided by the temperature
     top_p: float,  # in (0, 1)
+    by_sort: bool | None = None,  # True: as on a GPU; None: True but on a CPU
 ) -> Tensor:  # [N, K] bool
     """The kept set of top-p: the fewest of the likeliest tokens whose probabilities sum to top_p.
 
     Holtzman, arXiv 1904.09751, eq. 2; as transformers' TopPLogitsWarper. Of tokens that tie at the
     border the first are dropped.
     """
-    if logits.device.type != "cpu":
+    if logits.device.type != "cpu" if by_sort is None else by_sort:
         return _nucleus_by_sort(logits, top_p)
     K = logits.shape[-1]
     values = torch.from_numpy(np.sort(logits.detach().numpy(), -1))  # NumPy's sort is faster
@@ -54,9 +55,10 @@ def _pack_bits(kept):
 
 def pack_kept(
     kept: Tensor,  # [..., K] bool
+    by_shift: bool | None = None,  # True: as on a GPU; None: True but on a CPU
 ) -> Tensor:  # [..., ceil(K/8)] uint8
     "Eight tokens per byte, the first token in the lowest bit."
-    if kept.device.type != "cpu":
+    if kept.device.type != "cpu" if by_shift is None else by_shift:
         return _pack_bits(kept)
     return torch.from_numpy(np.packbits(kept.numpy(), -1, bitorder="little"))
 
@@ -70,18 +72,49 @@ def unpack_kept(
     bits = (packed[..., None] >> places) & 1
     return bits.flatten(-2)[..., :K].bool()
 
-# %% ../../nbs/3_model/02_nucleus.ipynb #c027
+# %% ../../nbs/3_model/02_nucleus.ipynb #c0dd14a
+def _inverse_cdf(probabilities, u):
+    "The first token at which the running sum passes u, which is scaled to the sum."
+    dtype = torch.float32 if u.device.type == "mps" else torch.float64  # mps has no double
+    running_sum = probabilities.cumsum(-1, dtype=dtype)
+    target = u.to(dtype)[:, None] * running_sum[:, -1:]
+    return torch.searchsorted(running_sum, target, right=True)[:, 0]
+
+
+def _sample_all(logits, u, top_p, by_sort):
+    "The same operations for all rows, whatever is in them."
+    probabilities = logits.softmax(-1)
+    if top_p == 1:
+        return _inverse_cdf(probabilities, u), None
+    kept = nucleus(logits, top_p, by_sort)
+    probabilities *= kept
+    return _inverse_cdf(probabilities, u), kept
+
+# %% ../../nbs/3_model/02_nucleus.ipynb #c540db7
+def _sample_unsure(logits, u, top_p):
+    "`_sample_all` on a CPU: rows whose likeliest token alone is the kept set need no sort."
+    probabilities = logits.softmax(-1)
+    token_ids = torch.from_numpy(probabilities.detach().numpy().argmax(-1))  # NumPy's is faster
+    likeliest = token_ids[:, None]
+    kept = torch.zeros(logits.shape, dtype=torch.bool).scatter_(1, likeliest, True)
+    sure = probabilities.gather(1, likeliest)[:, 0] > max(top_p, 0.5) + 1e-3
+    if not sure.all():
+        unsure = (~sure).nonzero()[:, 0]
+        ids, own = _sample_all(logits[unsure], u[unsure], top_p, by_sort=False)
+        token_ids[unsure], kept[unsure] = ids, own
+    return token_ids, kept
+
+
 def sample_token_ids(
     logits: Tensor,  # [N, K] float32, already divided by the temperature
     u: Tensor,  # [N] float32 in [0, 1)
     top_p: float = 1.0,  # in (0, 1]; 1 keeps all tokens
+    # True: the same operations whatever the numbers are, as a recording needs;
+    # None: True but on a CPU
+    fixed_shapes: bool | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # (token ids [N] int64, kept [N, K] bool or None)
     "Inverse CDF: the first token at which the running sum of probabilities passes `u`."
-    probabilities = logits.softmax(-1)
-    kept = nucleus(logits, top_p) if top_p < 1 else None
-    if kept is not None:
-        probabilities *= kept
-    dtype = torch.float32 if logits.device.type == "mps" else torch.float64  # mps has no double
-    running_sum = probabilities.cumsum(-1, dtype=dtype)
-    target = u.to(dtype)[:, None] * running_sum[:, -1:]
-    return torch.searchsorted(running_sum, target, right=True)[:, 0], kept
+    fixed = logits.device.type != "cpu" if fixed_shapes is None else fixed_shapes
+    if fixed or top_p == 1:
+        return _sample_all(logits, u, top_p, by_sort=fixed)
+    return _sample_unsure(logits, u, top_p)
