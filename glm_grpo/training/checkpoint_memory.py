@@ -45,7 +45,8 @@ def read_memory(
 
 
 def _load(path):
-    return torch.load(path, map_location="cpu", weights_only=True)
+    "Mapped, not read: ranks that take their slices share the pages of one file."
+    return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
 
 
 def _read(file, read):
