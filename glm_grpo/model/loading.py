@@ -123,7 +123,7 @@ def pick_device(
     device: str | torch.device | None = None,
     # transformers' word for it: None, "auto" or one device
     device_map: str | torch.device | None = None,
-) -> torch.device:
+) -> torch.device:  # of CUDA with its number, so that it is the same device in every thread
     "The device to work on. UserError: an unknown name, or a device that is not there."
     device = _device_of_map(device, device_map)
     there = {
@@ -138,7 +138,9 @@ def pick_device(
         raise UserError(f"device '{device}': unknown. Take cuda, cuda:1, mps or cpu.") from None
     found = there.get(device.type, False)
     if found and device.type == "cuda":
-        found = (device.index or 0) < torch.cuda.device_count()
+        if device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        found = device.index < torch.cuda.device_count()
     if not found:
         raise UserError(
             f"device '{device}': not on this machine. "

@@ -46,8 +46,9 @@ def read_memory(
 
 
 def _load(path):
+    "Mapped, not read: ranks that take their slices share the pages of one file."
     try:
-        return torch.load(path, map_location="cpu", weights_only=True)
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except UnpicklingError:  # its message is about versions of torch
         raise ValueError("it holds something else than tensors and numbers") from None
 

@@ -7,6 +7,7 @@ __all__ = ['make_adamw', 'scheduled_share', 'PolicyOptimizer']
 
 # %% ../../nbs/5_training/04_optimizer.ipynb #n011
 import contextlib
+import functools
 from collections.abc import Iterator
 
 import torch
@@ -77,6 +78,10 @@ class PolicyOptimizer:
         "What AdamW moves: the weights, or their float32 copies."
         return self.masters or self.trained
 
+    def stepped_of(self, policy: str) -> list[nn.Parameter]:
+        "What AdamW moves of one policy. Here are its gradients, see `accumulating`."
+        return next(g["params"] for g in self.adamw.param_groups if g["name"] == policy)
+
     @property
     def device(self) -> torch.device:
         "Where the weights are."
@@ -97,6 +102,37 @@ class PolicyOptimizer:
 
         return EMAModel(self.stepped, decay=float(self.options.ema_decay))
 
+# %% ../../nbs/5_training/04_optimizer.ipynb #cce1307
+@patch_to(PolicyOptimizer)
+@contextlib.contextmanager
+def accumulating(self) -> Iterator[None]:
+    "Backward passes inside add their gradients in float32."
+    hooks = []
+    for p, master in zip(self.trained, self.masters or ()):
+        move = functools.partial(_move_gradient, master)
+        hooks.append(p.register_post_accumulate_grad_hook(move))
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@patch_to(PolicyOptimizer)
+def gather_gradients(self) -> None:
+    "Gradients of backward passes outside `accumulating` go to the float32 copies, too."
+    for p, master in zip(self.trained, self.masters or ()):
+        _move_gradient(master, p)
+
+
+@torch.no_grad()
+def _move_gradient(master: nn.Parameter, p: nn.Parameter) -> None:
+    "Add a weight's gradient to that of its float32 copy."
+    if p.grad is None:
+        return
+    gradient, p.grad = p.grad.float(), None
+    master.grad = gradient if master.grad is None else master.grad.add_(gradient)
+
 # %% ../../nbs/5_training/04_optimizer.ipynb #n020
 @patch_to(PolicyOptimizer)
 def schedule(self, step: int, last_step: int) -> None:
@@ -116,20 +152,21 @@ def learning_rates(self) -> dict[str, float]:
 @patch_to(PolicyOptimizer)
 def zero_grad(self) -> None:
     "Forget all gradients."
-    for p in self.trained:
+    for p in [*self.trained, *self.stepped]:
         p.grad = None
 
 
 @patch_to(PolicyOptimizer)
 def clip(self, policy: str) -> Tensor:  # []: the norm before clipping
     "Shorten a policy's gradient to max_grad_norm."
-    parameters = self.parameters[policy]
-    return nn.utils.clip_grad_norm_(parameters, self.options.max_grad_norm)
+    self.gather_gradients()
+    return nn.utils.clip_grad_norm_(self.stepped_of(policy), self.options.max_grad_norm)
 
 # %% ../../nbs/5_training/04_optimizer.ipynb #n023
 @patch_to(PolicyOptimizer)
 def step(self) -> None:
     "Move the weights by their gradients."
+    self.gather_gradients()
     if self.masters is None:
         self.adamw.step()
     else:
@@ -140,10 +177,12 @@ def step(self) -> None:
 @torch.no_grad()
 def _step_masters(self):
     "Move the float32 copies, one at a time; the weights are these, rounded."
-    for p, master in zip(self.trained, self.masters):
-        if p.grad is None:
+    gradients = [master.grad for master in self.masters]
+    self.zero_grad()
+    for p, master, gradient in zip(self.trained, self.masters, gradients):
+        if gradient is None:
             continue
-        master.grad = p.grad.float()
+        master.grad = gradient
         self.adamw.step()
         master.grad = None
         p.copy_(master)
@@ -192,11 +231,13 @@ def load_state_dict(
 
 
 def _cut_state(saved, weight):
-    "AdamW's memory of one weight, cut as that weight is; numbers such as the step stay."
+    """AdamW's memory of one weight, cut as that weight is; numbers such as the step stay. Copies:
+    what is saved may be mapped from a file."""
     cut = {}
     for name, value in saved.items():
-        has_shape = isinstance(value, Tensor) and value.dim() > 0
-        cut[name] = cut_like(value, weight) if has_shape else value
+        if isinstance(value, Tensor) and value.dim() > 0:
+            value = cut_like(value, weight)
+        cut[name] = value.clone() if isinstance(value, Tensor) else value
     return cut
 
 

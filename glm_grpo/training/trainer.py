@@ -135,11 +135,12 @@ def update(self, minibatch: dict[str, MiniBatch]) -> dict[str, dict[str, float]]
     self.ranks.join(learning=True)
     metrics, gaps = {}, {}
     for name, batch in minibatch.items():
-        tally = self.accumulate(name, batch)
+        with self.optimizer.accumulating():
+            tally = self.accumulate(name, batch)
         metrics[name] = tally.total(self.optimizer.device)
         if tally.gaps:
             gaps[name] = tally.gap().mean(0)
-        self.ranks.sum_gradients(self.optimizer.parameters[name], metrics[name]["loss"])
+        self.ranks.sum_gradients(self.optimizer.stepped_of(name), metrics[name]["loss"])
         metrics[name]["grad_norm"] = whole(self.optimizer.clip(name))
     self.last_experience.gaps.append(gaps)
     metrics = to_floats(metrics)  # here, once, it waits for the device

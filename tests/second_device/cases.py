@@ -1,0 +1,303 @@
+"""Training on a device that is not the CPU. `tests/test_second_device.py` runs these in a process
+of their own; by hand, from the root of the repository:
+
+    PYTHONPATH=tests:tests/second_device python -m pytest -p device --noconftest \\
+        tests/second_device/cases.py
+"""
+
+import dataclasses
+import shutil
+from collections import Counter
+from pathlib import Path
+
+import device
+import helpers
+import pytest
+import torch
+from PIL import Image
+from test_rewards_judges import clip, processor  # noqa: F401  fixtures
+
+from glm_grpo import GLMImageWrapper
+from glm_grpo.model import denoise as denoising
+from glm_grpo.model import sampling
+from glm_grpo.model.loading import load_pipeline
+from glm_grpo.model.tokens import PromptInputs
+from glm_grpo.rewards.calling import call_reward
+from glm_grpo.rewards.judges import make_judge
+from glm_grpo.rewards.weighted import WeightedReward
+from glm_grpo.training.trainer import MinimalGRPOTrainer
+
+PROMPTS = ["a cat in the middle on a red ground", 'a sign that says "A1"']
+# Waits of an optimizer step on four samples in two micro-batches. Lower them when they fall.
+WAITS_OF_AN_UPDATE = {"ar": 8, "dit": 49, "both": 105}
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory) -> Path:
+    "The tiny model with one layer instead of four and one block instead of five: faster."
+    folder = tmp_path_factory.mktemp("model") / "glm-image"
+    shutil.copytree(helpers.ROOT / "data/tiny-glm-image", folder)
+    pipe = load_pipeline(folder)
+    ar, dit = pipe.vision_language_encoder, pipe.transformer
+    language_model = ar.model.language_model
+    language_model.layers = language_model.layers[:1]
+    ar.config.text_config.num_hidden_layers = 1
+    dit.transformer_blocks = dit.transformer_blocks[:1]
+    dit.register_to_config(num_layers=1)
+    ar.save_pretrained(folder / "vision_language_encoder")
+    dit.save_pretrained(folder / "transformer")
+    return folder
+
+
+def reward(images):
+    return images.mean((1, 2, 3)) + 0.01 * torch.arange(len(images))
+
+
+def load_model(folder, component, lora=True, **options):
+    return GLMImageWrapper(folder, component, lora={"rank": 2} if lora else None, **options)
+
+
+def make_trainer(model, mode="t2i", **options):
+    own = {"batch_size": 4, "window": 2, "micro_batch_size": 2, "temperature": 1.5, "top_p": 1.0}
+    own |= {"height": 64, "width": 64, "num_inference_steps": 3, "learning_rate": 1e-3}
+    return MinimalGRPOTrainer(model, [], reward, 2, mode=mode, **own | options)
+
+
+def make_batch(mode="t2i", prompts=PROMPTS):
+    batch = {"prompts": prompts}
+    if mode == "i2i":
+        images = [Image.new("RGB", (64, 64), colour) for colour in ("red", "blue")]
+        batch["source_images"] = [[image] for image in images]
+    return batch
+
+
+def told(waits) -> str:
+    "Waits by line, for the message of a test that fails."
+    lines = [f"{n} x {w.operation} at {w.where}" for w, n in Counter(waits).most_common()]
+    return "\n".join([f"{len(waits)} waits", *lines])
+
+
+# ---------------------------------------------------------------------------- the device itself
+def test_tensors_of_two_devices_do_not_meet():
+    there = torch.ones(3, device="cuda")
+    for mixed in (
+        lambda: there + torch.ones(3),
+        lambda: torch.cat([torch.ones(3), there]),
+        lambda: there + there.to("cuda:1"),
+        lambda: torch.ones(3)[there.long()],
+        lambda: torch.nn.functional.linear(there, torch.ones(2, 3)),
+        lambda: torch.randn(3, device="cuda", generator=torch.Generator()),
+    ):
+        with pytest.raises(device.MixedDevices):
+            mixed()
+    assert (there + torch.tensor(1.0)).device == torch.device("cuda:0")  # as on CUDA
+
+
+@pytest.mark.parametrize(
+    "look",
+    [
+        lambda x: x.sum().item(),
+        lambda x: float(x[0]),
+        lambda x: bool((x > 0).any()),
+        lambda x: x.tolist(),
+        lambda x: x.cpu(),
+        lambda x: str(x),
+        lambda x: x.nonzero(),
+        lambda x: x[x > 0],
+        lambda x: x[torch.tensor([0, 1])],
+        lambda x: torch.equal(x, x),
+        lambda x: torch.tensor([1.0, 2.0], device=x.device),
+        lambda x: torch.unique(x),
+        lambda x: torch.cuda.synchronize(),
+    ],
+)
+def test_each_look_at_the_device_is_one_wait(look):
+    x = torch.arange(4.0, device="cuda")
+    with device.waits() as waits:
+        look(x)
+    assert len(waits) == 1, told(waits)
+    assert waits[0].where.startswith("cases.py:")
+
+
+def test_work_without_a_look_does_not_wait():
+    with device.waits() as waits:
+        x = torch.rand(4, 4, device="cuda", requires_grad=True)
+        (x @ x).softmax(-1).masked_fill(torch.eye(4, device="cuda").bool(), 0).sum().backward()
+        x.detach().add_(x.grad)
+        x.detach()[:, torch.arange(2, device="cuda")] = 1
+    assert not waits, told(waits)
+
+
+def test_the_current_device_belongs_to_the_thread():
+    import threading
+
+    found = []
+
+    def look():
+        found.append(torch.ones(1, device="cuda").device.index)
+
+    with torch.cuda.device(1):
+        look()
+        thread = threading.Thread(target=look)
+        thread.start()
+        thread.join()
+    assert found == [1, 0]
+
+
+# ------------------------------------------------------------------------------------- training
+@pytest.mark.parametrize("mode", ["t2i", "i2i"])
+@pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
+@pytest.mark.parametrize("component", ["ar", "dit", "both"])
+def test_a_training_step(model_folder, component, lora, mode):
+    "It works, its ratio is 1, it moves weights, and its update waits no more often than it did."
+    model = load_model(model_folder, component, lora)
+    assert model.dtype == torch.bfloat16 and model.device.type == "cuda"
+    trainer = make_trainer(model, mode)
+    experience = trainer.collect(make_batch(mode))
+    before = [p.detach().clone() for p in trainer.optimizer.stepped]
+    with device.waits() as waits:
+        metrics = trainer.learn(experience)
+    prefixes = [f"{policy}/" for policy in model.policies] if component == "both" else [""]
+    for prefix in prefixes:
+        assert metrics[f"{prefix}ratio_mean"] == 1 and metrics[f"{prefix}old_new_gap"] == 0
+    moved = [not torch.equal(p, old) for p, old in zip(trainer.optimizer.stepped, before)]
+    assert any(moved)
+    assert all(p.device == torch.device("cuda:0") for p in trainer.optimizer.trained)
+    if mode == "t2i":
+        assert len(waits) <= WAITS_OF_AN_UPDATE[component], told(waits)
+
+
+def test_the_same_images_as_on_the_cpu(model_folder):
+    "The second device does not change what is calculated."
+    images = []
+    for where in ("cpu", "cuda"):
+        model = load_model(model_folder, "dit", device=where, torch_dtype="float32")
+        rollout = make_trainer(model).collect(make_batch()).rollout
+        images.append(rollout.image_tensors)
+    assert (images[0] - images[1]).abs().max() < 0.02
+
+
+@pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
+def test_a_step_after_loading_is_the_step_without(model_folder, tmp_path, lora):
+    "Offload, moving average, checkpoint."
+    options = {"ema_decay": 0.9}
+    straight = make_trainer(load_model(model_folder, "both", lora, offload=True), **options)
+    batch = make_batch(prompts=PROMPTS[:1])
+    straight.train_step(batch)
+    straight.save_checkpoint(tmp_path / "one")
+    straight.train_step(batch)
+    resumed = make_trainer(load_model(model_folder, "both", lora, offload=True), **options)
+    resumed.load_checkpoint(tmp_path / "one")
+    resumed.train_step(batch)
+    for a, b in zip(straight.optimizer.stepped, resumed.optimizer.stepped):
+        assert a.device == b.device == torch.device("cuda:0") and torch.equal(a, b)
+
+
+def test_the_programs(model_folder, tmp_path, monkeypatch, capsys):
+    "Evaluate, train, save, evaluate; go on from there."
+    monkeypatch.chdir(helpers.ROOT)
+    (tmp_path / "prompts.txt").write_text("\n".join(helpers.PROMPTS) + "\n")
+    (tmp_path / "green.py").write_text(helpers.GREEN)
+    run = tmp_path / "run"
+    words = helpers.small(tmp_path, "--model.name", model_folder, "--model.component", "both")
+    words += ["--rollout.num_inference_steps", "2", "--training.eval_samples", "1"]
+    words += ["--output_dir", run]
+    assert helpers.main(*words, "--num_steps", 1) == 0
+    resume = run / "checkpoints/checkpoint_final"
+    assert helpers.read_json(run / "eval.json").keys() == {"before", "after"}
+    words += ["--training.eval_samples", "0"]
+    assert helpers.main(*words, "--num_steps", 2, "--resume", resume) == 0
+    assert helpers.steps(run) == [1, 2]
+
+
+# ---------------------------------------------------------------------------------------- waits
+def waits_of_a_rollout(model, **options):
+    with device.waits() as waits:
+        rollout = make_trainer(model, **options).collect(make_batch(prompts=PROMPTS[:1])).rollout
+    return waits, rollout.token_ids.shape[1]
+
+
+@pytest.fixture(scope="module")
+def dit_model(model_folder):
+    return load_model(model_folder, "dit")
+
+
+@pytest.fixture(scope="module")
+def short(dit_model):
+    "Waits and tokens of a short rollout."
+    return waits_of_a_rollout(dit_model)
+
+
+def check_loop(few, many):
+    "What happens more often in the longer rollout must not wait."
+    more = list((Counter(many) - Counter(few)).elements())
+    assert not more, f"in the loop: {told(more)}"
+
+
+def check_more_tokens(model, short):
+    waits, tokens = waits_of_a_rollout(model, height=128, width=128)
+    assert tokens > short[1]
+    check_loop(short[0], waits)
+
+
+def check_more_steps(model, short):
+    check_loop(short[0], waits_of_a_rollout(model, num_inference_steps=5)[0])
+
+
+def test_sampling_tokens_does_not_wait(dit_model, short):
+    check_more_tokens(dit_model, short)
+
+
+def test_denoising_does_not_wait(dit_model, short):
+    check_more_steps(dit_model, short)
+
+
+def test_a_planted_wait_of_the_sampling_loop_is_found(dit_model, short, monkeypatch):
+    decide = sampling.Decisions.decide
+
+    def look(decisions):
+        ids = decide(decisions)
+        assert ids.max().item() >= 0
+        return ids
+
+    monkeypatch.setattr(sampling.Decisions, "decide", look)
+    with pytest.raises(AssertionError, match=r"item at glm_grpo/model/sampling.py"):
+        check_more_tokens(dit_model, short)
+
+
+def test_a_planted_wait_of_the_denoising_loop_is_found(dit_model, short, monkeypatch):
+    step = denoising.sde_step
+
+    def look(velocity, *args, **options):
+        assert velocity.isfinite().all()
+        return step(velocity, *args, **options)
+
+    monkeypatch.setattr(denoising, "sde_step", look)
+    with pytest.raises(AssertionError, match=r"item at glm_grpo/model/denoise.py"):
+        check_more_steps(dit_model, short)
+
+
+def test_a_planted_mix_up_is_found(dit_model, monkeypatch):
+    move = PromptInputs.to
+
+    def forget_mask(inputs, to):
+        return dataclasses.replace(move(inputs, to), attention_mask=inputs.attention_mask)
+
+    monkeypatch.setattr(PromptInputs, "to", forget_mask)
+    where = r"cpu and cuda:0, at glm_grpo/model/sampling.py"
+    with pytest.raises(device.MixedDevices, match=where):
+        make_trainer(dit_model).collect(make_batch())
+
+
+# --------------------------------------------------------------------------------------- judges
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_judge_of_each_rank_works_in_the_thread_of_its_reward(clip, index):  # noqa: F811
+    "A new thread's current device is 0, whatever the rank's is."
+    images, prompts = torch.rand(2, 3, 40, 48), ["a cat", "a cat a cat"]
+    with torch.cuda.device(index):
+        judge = make_judge("clip", clip)
+        here = judge(images, prompts)
+        reward = WeightedReward({"clip": judge}, {"clip": 1.0}, 60)
+        there = call_reward(reward, images, prompts)
+    assert judge.device == torch.device("cuda", index)
+    assert torch.equal(here, there)

@@ -1,0 +1,410 @@
+"""A second device for tests on machines without a GPU.
+
+Its tensors say `cuda:0` or `cuda:1`, and their numbers lie on the CPU. As on CUDA, an operation on
+tensors of two devices raises, and the host waits where it asks for a number or copies a tensor.
+Each wait is noted with the line of glm_grpo that caused it:
+
+    with waits() as noted:
+        ...
+    assert not noted
+
+Import this module before torch, in a process of its own: `pytest -p device` does so.
+"""
+
+import contextlib
+import copy
+import ctypes
+import functools
+import importlib.util
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import NamedTuple
+
+HERE = Path(__file__).resolve().parent
+PROJECT = HERE.parent.parent
+TORCH = Path(importlib.util.find_spec("torch").origin).parent
+
+
+def build_library(folder: str | Path) -> Path:
+    "guard.cpp as a library, in this folder. It takes g++ some seconds."
+    library = Path(folder) / "guard.so"
+    options = ["-O0", "-shared", "-fPIC", "-std=c++20", f"-I{TORCH}/include"]
+    links = [f"-L{TORCH}/lib", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{TORCH}/lib"]
+    command = ["g++", *options, str(HERE / "guard.cpp"), *links, "-o", str(library)]
+    subprocess.run(command, check=True)
+    return library
+
+
+def load_library() -> ctypes.CDLL:
+    "The library that SECOND_DEVICE names, or one that is built now."
+    if "torch" in sys.modules:
+        raise ImportError("torch is there already: import the second device before it.")
+    if built := os.environ.get("SECOND_DEVICE"):
+        return ctypes.CDLL(built, mode=ctypes.RTLD_GLOBAL)
+    with tempfile.TemporaryDirectory() as folder:
+        return ctypes.CDLL(str(build_library(folder)), mode=ctypes.RTLD_GLOBAL)
+
+
+LIBRARY = load_library()
+
+import torch  # noqa: E402
+from torch import Tensor  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+
+
+class MixedDevices(RuntimeError):
+    "An operation on tensors of two devices."
+
+
+# ------------------------------------------------------------------------------------- waits
+class Wait(NamedTuple):
+    "One moment in which the host waits for the device."
+
+    operation: str
+    where: str  # file:line of the innermost frame of glm_grpo; without one, of any frame
+
+
+NOTED: list[list[Wait]] = []  # the lists of the open `waits` blocks
+
+
+@contextlib.contextmanager
+def waits() -> Iterator[list[Wait]]:
+    "The waits of this block, of all threads."
+    noted = []
+    NOTED.append(noted)
+    try:
+        yield noted
+    finally:
+        NOTED.remove(noted)
+
+
+def note_wait(operation: str) -> None:
+    if NOTED:
+        wait = Wait(operation, current_line())
+        for noted in NOTED:
+            noted.append(wait)
+
+
+def current_line() -> str:
+    frame, innermost = sys._getframe(1), None
+    while frame is not None:
+        file = Path(frame.f_code.co_filename)
+        if file.is_relative_to(PROJECT / "glm_grpo"):
+            return f"{file.relative_to(PROJECT)}:{frame.f_lineno}"
+        foreign = not file.is_relative_to(TORCH) and file.name != Path(__file__).name
+        if innermost is None and foreign:
+            innermost = f"{file.name}:{frame.f_lineno}"
+        frame = frame.f_back
+    return innermost or "autograd"
+
+
+# ------------------------------------------------------------------------------------ tensors
+class DeviceTensor(Tensor):
+    "A tensor that says `cuda`; its numbers are a tensor on the CPU."
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, numbers: Tensor, device: torch.device):
+        layout = {"strides": numbers.stride(), "storage_offset": numbers.storage_offset()}
+        return Tensor._make_wrapper_subclass(
+            cls, numbers.shape, dtype=numbers.dtype, device=device, **layout
+        )
+
+    def __init__(self, numbers: Tensor, device: torch.device):
+        self.numbers = numbers
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        return dispatch(func, args, kwargs or {})
+
+    @property
+    def data(self):
+        return self.detach()
+
+    @data.setter
+    def data(self, value):
+        if not isinstance(value, DeviceTensor):
+            raise MixedDevices(f"the data of a tensor on {self.device} from {value.device}")
+        Tensor.data.__set__(self, value)
+        self.numbers = value.numbers
+
+    def on_host(self, operation: str) -> Tensor:
+        note_wait(operation)
+        return self.numbers.detach().clone()
+
+    def tolist(self):
+        return self.on_host("tolist").tolist()
+
+    def __repr__(self, *, tensor_contents=None):
+        return f"{self.on_host('print')!r} on {self.device}"
+
+    def __reduce_ex__(self, protocol):
+        return self.on_host("pickle").__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo):
+        twin = DeviceTensor(self.numbers.detach().clone(), self.device)
+        if isinstance(self, torch.nn.Parameter):
+            twin = torch.nn.Parameter(twin, self.requires_grad)
+        twin.__dict__ |= copy.deepcopy(
+            {k: v for k, v in vars(self).items() if k not in ("numbers", "_is_param")}, memo
+        )
+        return memo.setdefault(id(self), twin)
+
+    def numpy(self, *args, **kwargs):
+        raise TypeError(f"a tensor on {self.device} has no numpy array: use .cpu() first")
+
+    __array__ = numpy
+
+    def untyped_storage(self):
+        return self.numbers.untyped_storage()
+
+    def data_ptr(self):
+        return self.numbers.data_ptr()
+
+
+def numbers_of(x):
+    return x.numbers if type(x) is DeviceTensor else x
+
+
+def with_index(device: str | torch.device) -> torch.device:
+    "cuda alone is the current device of the thread."
+    device = torch.device(device)
+    if device.type != "cuda" or device.index is not None:
+        return device
+    return torch.device("cuda", LIBRARY.current_device())
+
+
+# --------------------------------------------------------------------------------- operations
+# they ask for a number, or the size of their output is one that the host must know
+LOOKS = {name: name for name in ("bincount", "equal", "masked_select", "nonzero")}
+LOOKS |= dict.fromkeys(("unique_consecutive", "unique_dim", "_unique2"), "unique")
+LOOKS["_local_scalar_dense"] = "item"
+INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_"}
+# CUDA takes a single number from the host here, beside the elementwise operations
+TAKE_HOST_NUMBERS = {"fill_", "masked_fill", "masked_fill_", "index_fill", "index_fill_", "where"}
+
+
+class Operation(NamedTuple):
+    "What is looked up once per operator of PyTorch."
+
+    name: str
+    takes_host_numbers: bool
+    changes_shape: bool
+
+    @classmethod
+    @functools.cache
+    def of(cls, func) -> "Operation":
+        name = func._schema.name.removeprefix("aten::")
+        takes = torch.Tag.pointwise in func.tags or name in TAKE_HOST_NUMBERS
+        return cls(name, takes, torch.Tag.inplace_view in func.tags)
+
+
+def dispatch(func, args, kwargs):
+    "One operation with tensors or an output on the device."
+    operation = Operation.of(func)
+    name = operation.name
+    tensors = []
+    plain_args = [collect(x, tensors) for x in args]
+    plain_kwargs = {k: collect(x, tensors) for k, x in kwargs.items()}
+    if len(tensors) > 1:
+        check_devices(operation, tensors, args)
+    if name == "copy_":
+        return copy_into(*args, **kwargs)
+    if name == "_to_copy":
+        return move(func, args[0], **kwargs)
+    if name == "_fused_sdp_choice":
+        return 0  # plain attention: the others are kernels of CUDA
+    if operation.changes_shape:
+        raise NotImplementedError(f"{name}: the second device cannot change a shape in place")
+    note_operation(name, args, kwargs)
+    device = next((x.device for x in tensors if type(x) is DeviceTensor), None)
+    if kwargs.get("device") is not None:
+        device = with_index(kwargs["device"])
+        plain_kwargs["device"] = "cpu"
+        check_generator(name, kwargs.get("generator"), device)
+    out = calculate(func, plain_args, plain_kwargs)
+    if device is None or device.type != "cuda":
+        return out
+    return on_device(out, device, tensors)
+
+
+def collect(x, tensors: list):
+    "An argument with plain tensors; the tensors in it are added to the list."
+    if isinstance(x, Tensor):
+        tensors.append(x)
+        return numbers_of(x)
+    if type(x) in (list, tuple):
+        return [collect(y, tensors) for y in x]
+    return x
+
+
+def on_device(out, device, given):
+    "An output as tensors of the device. In-place operations give the tensor that they got."
+    if isinstance(out, Tensor):
+        for x in given:
+            if type(x) is DeviceTensor and x.numbers is out:
+                return x
+        return DeviceTensor(out, device)
+    if isinstance(out, (list, tuple)):
+        return type(out)(on_device(x, device, given) for x in out)
+    return out
+
+
+def calculate(func, args, kwargs):
+    try:
+        return func(*args, **kwargs)
+    except NotImplementedError:  # only CUDA has it as one operation
+        out = func.decompose(*args, **kwargs)
+        if out is NotImplemented:
+            raise
+        return out
+
+
+def check_devices(operation: Operation, tensors, args) -> None:
+    "MixedDevices: CUDA would refuse these tensors together."
+    name, devices = operation.name, {x.device for x in tensors}
+    if len(devices) < 2 or name in ("copy_", "_to_copy"):
+        return
+    if name in INDEXING and type(args[0]) is DeviceTensor:  # indices may be on the host
+        values = args[2:3] if name != "index" else ()
+        tensors = [args[0], *(x for x in values if x.dim() > 0)]
+    elif operation.takes_host_numbers:
+        tensors = [x for x in tensors if x.device.type != "cpu" or x.dim() > 0]
+    devices = {x.device for x in tensors}
+    if len(devices) > 1:
+        raise MixedDevices(f"{name} of tensors on {name_all(devices)}, at {current_line()}")
+
+
+def check_generator(name, generator, device) -> None:
+    if generator is not None and generator.device.type != device.type:
+        both = name_all((generator.device, device))
+        raise MixedDevices(f"{name}: generator and output on {both}, at {current_line()}")
+
+
+def name_all(devices) -> str:
+    return " and ".join(sorted(map(str, devices)))
+
+
+def note_operation(name, args, kwargs) -> None:
+    "Note what makes the host wait."
+    if name in LOOKS:
+        note_wait(LOOKS[name])
+    elif name == "repeat_interleave" and kwargs.get("output_size") is None:
+        note_wait(name)
+    elif name in INDEXING and type(args[0]) is DeviceTensor:
+        for index in args[1]:
+            if index is not None and not isinstance(index, DeviceTensor):
+                note_wait(f"{name} with indices on the host")
+            elif index is not None and index.dtype in (torch.bool, torch.uint8):
+                note_wait(f"{name} with a mask")
+
+
+def copy_into(to, source, non_blocking=False):
+    if source.device.type != to.device.type and not non_blocking:
+        note_wait("copy_")
+    numbers_of(to).copy_(numbers_of(source))
+    return to
+
+
+def move(func, source, device=None, non_blocking=False, pin_memory=None, **kwargs):
+    "Tensor.to: another dtype, or another device."
+    device = with_index(source.device if device is None else device)
+    if source.device.type != device.type and not non_blocking:
+        note_wait(f"to {device.type}")
+    numbers = func(numbers_of(source), **kwargs)
+    return DeviceTensor(numbers, device) if device.type == "cuda" else numbers
+
+
+class Factories(TorchDispatchMode):
+    "Sees the operations that make a tensor on the device out of nothing."
+
+    @classmethod
+    def _should_skip_dynamo(cls):
+        return False  # nothing is compiled here, and importing dynamo takes seconds
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        device = kwargs.get("device")
+        if DeviceTensor in types or (device is not None and torch.device(device).type == "cuda"):
+            return dispatch(func, args, kwargs)
+        return func(*args, **kwargs)
+
+
+# --------------------------------------------------------------------------------- torch.cuda
+def index_of(device=None) -> int:
+    if isinstance(device, int):
+        return device
+    return with_index("cuda" if device is None else device).index
+
+
+class device_context:
+    "torch.cuda.device"
+
+    def __init__(self, device):
+        self.index = index_of(device)
+
+    def __enter__(self):
+        self.before = LIBRARY.current_device()
+        LIBRARY.set_device(self.index)
+
+    def __exit__(self, *error):
+        LIBRARY.set_device(self.before)
+
+
+def replace_torch_cuda() -> None:
+    "torch.cuda answers for the second device. It measures no memory."
+    properties = SimpleNamespace(name="second device", total_memory=80 * 10**9, major=9, minor=0)
+    answers = {
+        "_lazy_init": lambda: None,
+        "current_device": lambda: LIBRARY.current_device(),
+        "device": device_context,
+        "device_count": lambda: LIBRARY.count_devices(),
+        "empty_cache": lambda: None,
+        "get_device_capability": lambda device=None: (9, 0),
+        "get_device_name": lambda device=None: properties.name,
+        "get_device_properties": lambda device=None: properties,
+        "get_rng_state": lambda device=None: torch.zeros(16, dtype=torch.uint8),
+        "is_available": lambda: True,
+        "is_bf16_supported": lambda *args, **kwargs: True,
+        "is_initialized": lambda: True,
+        "manual_seed": lambda seed: None,
+        "manual_seed_all": lambda seed: None,
+        "max_memory_allocated": lambda device=None: 0,
+        "memory_allocated": lambda device=None: 0,
+        "reset_peak_memory_stats": lambda device=None: None,
+        "set_device": lambda device: LIBRARY.set_device(index_of(device)),
+        "set_rng_state": lambda state, device=None: None,
+        "synchronize": lambda device=None: note_wait("synchronize"),
+    }
+    for name, answer in answers.items():
+        setattr(torch.cuda, name, answer)
+
+
+def install() -> None:
+    "From now on the second device is there, in all threads of this process."
+    LIBRARY.register_devices()
+    replace_torch_cuda()
+    # Module.to: a parameter on the CPU becomes one on the device and stays the same object
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    # torch.tensor(..., device="cuda"): made on the CPU, then copied, where we see it
+    torch._C._set_only_lift_cpu_tensors(True)
+    # tensors around tensors cannot follow inference mode
+    torch.inference_mode = torch.no_grad
+    Factories().__enter__()
+    run = threading.Thread.run
+
+    def run_with_factories(thread):
+        with Factories():
+            run(thread)
+
+    threading.Thread.run = run_with_factories
+
+
+install()
