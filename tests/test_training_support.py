@@ -379,3 +379,18 @@ def test_trackers_get_images_if_they_can_show_them(tmp_path):
     assert isinstance(images["train/samples"][0], Image.Image) and list(images) == ["train/samples"]
     assert with_images.log_images.call_args.kwargs == {"step": 1}
     assert with_images.finish.called and without.log.called and without.finish.called
+
+
+def test_trackers_skip_steps_and_numbers_that_are_not_finite(tmp_path):
+    class Nan(Callback):
+        def on_step_end(self, trainer, metrics, experience):
+            metrics["kl"] = float("nan")
+
+    tracker = mock.Mock()
+    with mock.patch("glm_grpo.training.callbacks._start_tracker", lambda *args: [tracker]):
+        logger = TrackerLogger(tmp_path, every=3, image_every=0)
+        make_trainer(callbacks=[Nan(), logger]).train(7)
+    assert [call.kwargs["step"] for call in tracker.log.call_args_list] == [3, 6]
+    for call in tracker.log.call_args_list:
+        assert "train/loss" in call.args[0] and "train/kl" not in call.args[0]
+    assert not tracker.log_images.called

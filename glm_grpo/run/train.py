@@ -207,16 +207,13 @@ def describe_result(
 
 
 def what_to_watch(config: Config) -> str:
-    "Which numbers of a line tell how training goes, and why the loss does not."
+    "Which numbers of a line show how training goes."
     training = config.training
     once = training.updates_per_rollout == training.mini_batches == 1
-    why = "near zero at the first update on a rollout"
+    numbers = "reward with its recent mean and trend, grad, clip, kl"
     if once and not config.reward.grpo.beta:
-        why = "zero by construction with one update per rollout"
-    return (
-        "reward (in brackets the mean of the last steps, and its rise), reward of evaluations, "
-        f"grad, clip, kl; not the loss, which is {why}"
-    )
+        return f"{numbers}; the loss is zero by construction with one update per rollout"
+    return numbers
 
 
 @patch_to(Run)

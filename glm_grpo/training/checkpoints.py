@@ -10,7 +10,7 @@ __all__ = ['differences', 'identity', 'options_note', 'make_note', 'write_checkp
 import hashlib
 import json
 import warnings
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
