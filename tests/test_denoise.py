@@ -44,14 +44,16 @@ def pipe_of_dtype(request):
 
 @pytest.fixture
 def empty_model(tmp_path):
-    "A folder with all files of a model by name, without content."
+    "A folder with all files of a model by name, without content but for its settings."
     folder = tmp_path / "model"
     for path in TINY.rglob("*"):
         if path.is_file():
             copy = folder / path.relative_to(TINY)
             copy.parent.mkdir(parents=True, exist_ok=True)
             copy.touch()
-    shutil.copy(TINY / "model_index.json", folder)
+    for name in ("model_index.json", "*/*config.json"):
+        for path in TINY.glob(name):
+            shutil.copy(path, folder / path.relative_to(TINY))
     return folder
 
 
@@ -103,13 +105,17 @@ def test_missing_shard_is_named(empty_model):
     (empty_model / "transformer/model-00001.safetensors").touch()
     message = refusal(loading.check_model_folder, empty_model)
     assert "transformer/model-00002.safetensors is missing" in message
+    for content in ("", "[]", "{}", '{"weight_map": 3}'):
+        index.write_text(content)
+        message = refusal(loading.check_model_folder, empty_model)
+        assert "index.json: no valid JSON with a weight_map. Download" in message
 
 
 def test_either_settings_file_of_the_processor_will_do(empty_model):
     names = loading._PART_FILES["processor"]
     for name in names:
         (empty_model / "processor" / name).unlink(missing_ok=True)
-    (empty_model / "processor" / names[1]).touch()
+    (empty_model / "processor" / names[1]).write_text("{}")
     loading.check_model_folder(empty_model)
 
 
@@ -343,8 +349,6 @@ def test_broken_adapters(tmp_path):
 
 
 def test_layout_needs_a_whole_model(empty_model):
-    for part in sizes.PART_FOLDERS.values():
-        shutil.copy(TINY / part / "config.json", empty_model / part)
     assert "its header cannot be read" in refusal(sizes.model_layout, empty_model)
     (empty_model / "vae/config.json").unlink()
     assert "vae/config.json is missing" in refusal(sizes.model_layout, empty_model)

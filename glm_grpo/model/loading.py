@@ -48,16 +48,21 @@ _PART_FILES = {
     "tokenizer": ("tokenizer_config.json",),
     "scheduler": ("scheduler_config.json",),
 }
+_AGAIN = "Download the model again, or make the tiny one with python -m glm_grpo.tiny."
 _WITH_WEIGHTS = ("vision_language_encoder", "text_encoder", "transformer", "vae")
 
 
 def missing_weights(
     part_folder: Path,  # of one part
 ) -> str | None:  # the first file that is missing; None: all are there
-    "Look for the weight files that a part's index names, or for any at all."
+    """Look for the weight files that a part's index names, or for any at all.
+    UserError: the index is broken."""
     wanted = set()
     for index in part_folder.glob("*.safetensors.index.json"):
-        wanted.update(json.loads(index.read_text())["weight_map"].values())
+        try:
+            wanted.update(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise UserError(f"{index}: no valid JSON with a weight_map. {_AGAIN}") from None
     if not wanted:
         wanted = {file.name for file in part_folder.glob("*.safetensors")}
     if not wanted:
@@ -71,7 +76,6 @@ def check_model_folder(
 ) -> None:
     "Look at a model's files without loading them. UserError: the first that is missing or wrong."
     folder = Path(folder)
-    again = "Download the model again, or make the tiny one with python -m glm_grpo.tiny."
     if not folder.is_dir():
         raise UserError(
             f"{folder}: no such folder. Give the folder of a GLM-Image (data/tiny-glm-image comes "
@@ -87,11 +91,13 @@ def check_model_folder(
     check_model_index(index, folder)
     for part, names in _PART_FILES.items():
         if not any((folder / part / name).is_file() for name in names):
-            raise UserError(f"{folder}: {part}/{names[0]} is missing. {again}")
+            raise UserError(f"{folder}: {part}/{names[0]} is missing. {_AGAIN}")
         if part in _WITH_WEIGHTS and (name := missing_weights(folder / part)):
-            raise UserError(f"{folder}: {part}/{name} is missing: the weights. {again}")
-        for name in filter(lambda name: (folder / part / name).is_file(), names):
-            _check_settings(folder / part / name, _NEEDED_KEYS.get(part, ()))
+            raise UserError(f"{folder}: {part}/{name} is missing: the weights. {_AGAIN}")
+    for part, names in _PART_FILES.items():
+        for file in (folder / part / name for name in names):
+            if file.is_file():
+                _check_settings(file, _NEEDED_KEYS.get(part, ()))
 
 
 # What the settings of a part must have, because something here reads it.
@@ -114,7 +120,7 @@ def _check_settings(file, needed):
         missing = [key for key in needed if key not in settings]
         problem = f"'{missing[0]}' is missing in it" if missing else None
     if problem:
-        raise UserError(f"{file}: {problem}. Download the model again.")
+        raise UserError(f"{file}: {problem}. {_AGAIN}")
 
 # %% ../../nbs/3_model/05_loading.ipynb #n018
 def pick_device(
