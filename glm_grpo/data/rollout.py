@@ -298,6 +298,12 @@ class RolloutOptions:
     )
     batch_size: int = option(
         64,
-        "images sampled and decoded at a time: less takes less memory and gives the same images",
+        "images denoised and decoded at a time: less takes less memory and gives the same images",
+        at_least(1),
+    )
+    token_batch_size: int | None = option(
+        None,
+        "token samples sampled at a time: more are nearly free; null: all of a step that fit into "
+        "half of the free memory",
         at_least(1),
     )
