@@ -293,9 +293,7 @@ class RolloutOptions:
         "(2509.05952), which leaves no more noise in the image than the schedule wants",
     )
     window: int | None = option(
-        None,
-        "how many of the denoising steps add noise and are trained; null: all but the last",
-        at_least(1),
+        None, "how many denoising steps add noise and train; null: all but the last", at_least(1)
     )
     window_kind: Literal["first", "random", "sliding"] = option(
         "random",
@@ -313,5 +311,8 @@ class RolloutOptions:
         "difference; false: each starts from its own",
     )
     batch_size: int = option(
-        64, "images sampled and decoded at a time: fewer take less memory, same images", at_least(1)
+        64, "images denoised and decoded at a time: less takes less memory", at_least(1)
+    )
+    token_batch_size: int | None = option(
+        None, "token samples at a time; null: all of a step that fit into memory", at_least(1)
     )

@@ -23,6 +23,7 @@ from .requests import ImageRequest, distinct
 from .sampling import sample_tokens
 from .scoring import score_tokens
 from .sources import encode_sources
+from .token_batches import bytes_per_sample, free_bytes, split_samples
 from .tokens import PromptInputs, large_grid_tokens, prepare_prompts
 
 # %% ../../nbs/3_model/15_rollouts.ipynb #n015
@@ -53,13 +54,22 @@ def prompt_inputs(self) -> PromptInputs:
 
 
 @patch_to(RolloutSampler)
+def token_batches(self, inputs: PromptInputs) -> list[Tensor]:
+    "Numbers of the token samples that are sampled together."
+    model = self.model
+    each = bytes_per_sample(model.ar.config, inputs, model.ar.dtype)
+    number, most = len(self.token_samples.names), self.request.options.token_batch_size
+    return split_samples(number, most, each, free_bytes(model.device))
+
+
+@patch_to(RolloutSampler)
 def sample_in_batches(self, inputs: PromptInputs) -> tuple[Tensor, Tensor | None]:
     "Token ids [U, T] of the different token samples, and their kept sets."
     options, names = self.request.options, self.token_samples.names
     prompts = self.prompt_index[self.token_samples.first_rows]
     uniforms = named_uniforms(names, inputs.num_tokens)
     ids, kept_sets = [], []
-    for rows in torch.arange(len(names)).split(options.batch_size):
+    for rows in self.token_batches(inputs):
         used, prompt_index = prompts[rows].unique(return_inverse=True)
         sampled, kept = sample_tokens(
             self.model.ar,
