@@ -238,7 +238,7 @@ def download_model(
             "Start again: it goes on from there."
         ) from error
 
-
+# %% ../../nbs/3_model/05_loading.ipynb #ce3e58a
 def load_pipeline(
     model_name: str | Path,  # folder, or hub id: then 35 GB are downloaded once
     torch_dtype: torch.dtype = torch.float32,
