@@ -73,13 +73,15 @@ class Ranks:
         if self.world > 1:
             torch.distributed.destroy_process_group()
 
-    def gather(self, thing: Any) -> list:  # [world]
-        "Every rank gets all ranks' things, in the order of the ranks. They must be picklable."
-        if self.world == 1:
-            return [thing]
-        from accelerate.utils import gather_object
+# %% ../../nbs/5_training/03_ranks.ipynb #c30ccb2
+@patch_to(Ranks)
+def gather(self, thing: Any) -> list:  # [world]
+    "Every rank gets all ranks' things, in the order of the ranks. They must be picklable."
+    if self.world == 1:
+        return [thing]
+    from accelerate.utils import gather_object
 
-        return gather_object([thing])
+    return gather_object([thing])
 
 # %% ../../nbs/5_training/03_ranks.ipynb #n016
 @patch_to(Ranks)
