@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['check_model_index', 'missing_weights', 'check_model_folder', 'pick_device', 'pick_dtype', 'quiet', 'is_hub_id',
-           'load_pipeline']
+           'download_model', 'load_pipeline']
 
 # %% ../../nbs/3_model/05_loading.ipynb #n003
 import contextlib
@@ -229,24 +229,52 @@ def is_hub_id(
     return re.fullmatch(r"[\w.-]+/[\w.-]+", str(name)) is not None
 
 # %% ../../nbs/3_model/05_loading.ipynb #n028
-def _check_hub(name: str) -> None:
+def _cause(error: Exception) -> str:
+    "The kind of an error and the first line that it says."
+    said = str(error).strip().splitlines()
+    kind = type(error).__name__
+    return f"{kind}: {said[0].rstrip('.')[:300]}" if said else kind
+
+
+def _check_hub(name: str, revision: str | None) -> None:
     "UserError: the hub has no such model, or does not answer; or it is of another class."
     from huggingface_hub import hf_hub_download
 
     try:
-        index = hf_hub_download(name, "model_index.json")
+        index = hf_hub_download(name, "model_index.json", revision=revision)
     except Exception as error:
+        named = f"{name}, revision {revision}" if revision else name
         raise UserError(
-            f"{name}: no folder here, and not to be had from the hub ({type(error).__name__}). "
+            f"{named}: no folder here, and not to be had from the hub ({_cause(error)}). "
             "Fix the name, log in (hf auth login) or go online once."
         ) from None
     check_model_index(index, name)
 
 
+def download_model(
+    model_name: str | Path,  # a folder: then there is nothing to do
+    revision: str | None = None,  # branch, tag or commit of the hub; None: the newest
+) -> None:
+    "Fetch what is not here yet. UserError: the hub has no such model, or the download broke off."
+    if not is_hub_id(model_name):
+        return
+    from diffusers import GlmImagePipeline
+
+    _check_hub(str(model_name), revision)
+    try:
+        GlmImagePipeline.download(str(model_name), revision=revision)
+    except Exception as error:
+        raise UserError(
+            f"{model_name}: the download broke off ({_cause(error)}). "
+            "Start again: it goes on from there."
+        ) from error
+
+# %% ../../nbs/3_model/05_loading.ipynb #ce3e58a
 def load_pipeline(
     model_name: str | Path,  # folder, or hub id: then 35 GB are downloaded once
     torch_dtype: torch.dtype = torch.float32,
     device: str | torch.device = "cpu",
+    revision: str | None = None,  # of a hub id: branch, tag or commit; None: the newest
 ):  # GlmImagePipeline in eval mode; no weight of it trains
     "Load a GLM-Image. UserError: no such model, another kind of model, missing or broken files."
     from diffusers import GlmImagePipeline
@@ -254,19 +282,26 @@ def load_pipeline(
     online = is_hub_id(model_name)
     if online:
         source = str(model_name)
-        _check_hub(source)
+        _check_hub(source, revision)
+    elif revision:
+        raise UserError(
+            f"{model_name}: a folder has no revision. Leave model.revision out, or give a hub id."
+        )
     else:
         source = bundled(Path(model_name).expanduser())
         check_model_folder(source)
     try:
         with quiet():
             pipe = GlmImagePipeline.from_pretrained(
-                str(source), torch_dtype=torch_dtype, local_files_only=not online
+                str(source),
+                torch_dtype=torch_dtype,
+                local_files_only=not online,
+                revision=revision,
             )
     except Exception as error:
         raise UserError(
-            f"{model_name}: its files do not load ({type(error).__name__}). "
-            "Download the model again."
+            f"{model_name}: its files do not load ({_cause(error)}). "
+            "If a file is broken, download the model again."
         ) from error
     pipe.to(device)
     pipe.set_progress_bar_config(disable=True)

@@ -52,6 +52,7 @@ class GLMImageWrapper:
         offload: bool = False,  # the idle half's frozen weights wait in the host's memory
         # the same as device; "auto": the best there is
         device_map: torch.device | str | None = None,
+        revision: str | None = None,  # of a hub id: branch, tag or commit; None: the newest
     ):
         "UserError: not a GLM-Image, unknown device, dtype or component."
         if component not in COMPONENTS:
@@ -60,7 +61,7 @@ class GLMImageWrapper:
         self.device = pick_device(device, device_map)
         choose_attention_kernels(self.device)
         self.dtype = pick_dtype(torch_dtype, self.device, all_weights=lora in (None, False))
-        self.pipe = load_pipeline(model_name, self.dtype, self.device)
+        self.pipe = load_pipeline(model_name, self.dtype, self.device, revision)
         self.processor, self.tokenizer = self.pipe.processor, self.pipe.processor.tokenizer
         self.ar = self.ar_model = self.pipe.vision_language_encoder
         self.dit = self.dit_model = self.pipe.transformer

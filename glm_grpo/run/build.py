@@ -275,6 +275,7 @@ def load_model(config: Config) -> GLMImageWrapper:
         seed=config.training.seed,
         gradient_checkpointing=model.gradient_checkpointing,
         offload=model.offload,
+        revision=model.revision,
     )
 
 # %% ../../nbs/6_run/13_build.ipynb #n023

@@ -37,6 +37,9 @@ class ModelConfig:
         "data/tiny-glm-image",
         "folder or hub id of a GLM-Image: zai-org/GLM-Image is the real one (35 GB)",
     )
+    revision: str | None = option(
+        None, "branch, tag or commit of a hub id; null: the newest. Give a commit to repeat a run"
+    )
     component: Literal["ar", "dit", "both"] = option(
         "ar",
         "which policy learns: ar draws the image tokens, dit denoises them to an image, both: "

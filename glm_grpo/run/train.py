@@ -17,6 +17,7 @@ from tqdm import tqdm
 
 from ..data.basics import UserError, patch_to
 from ..data.files import atomic_write
+from ..model.loading import download_model
 from ..model.tokens import check_prompt_lengths
 from ..model.wrapper import GLMImageWrapper
 from ..rewards.calling import reward_name
@@ -141,6 +142,7 @@ def load_on_ranks(config: Config, ranks: Ranks) -> GLMImageWrapper:
     "The model on each rank's own device; if one rank fails, all stop."
     here, loaded = copy.deepcopy(config), []
     here.model.device = ranks.device or config.model.device
+    ranks.once_per_machine(lambda: download_model(here.model.name, here.model.revision))
     ranks.agree(lambda: loaded.append(load_model(here)))
     return loaded[0]
 

@@ -42,6 +42,8 @@ class Ranks:
         if self.world > 1:
             self.device = str(state.device)
         self.first = self.rank == 0
+        # the first on its machine; without a word about machines there is one
+        self.first_here = getattr(state, "local_process_index", self.rank) == 0
         self.shards = {}  # what `shard` has cut: module -> whether it is fetched in each pass
         self.all_failed = False  # whether all ranks know of an error
 
@@ -71,13 +73,15 @@ class Ranks:
         if self.world > 1:
             torch.distributed.destroy_process_group()
 
-    def gather(self, thing: Any) -> list:  # [world]
-        "Every rank gets all ranks' things, in the order of the ranks. They must be picklable."
-        if self.world == 1:
-            return [thing]
-        from accelerate.utils import gather_object
+# %% ../../nbs/5_training/03_ranks.ipynb #c30ccb2
+@patch_to(Ranks)
+def gather(self, thing: Any) -> list:  # [world]
+    "Every rank gets all ranks' things, in the order of the ranks. They must be picklable."
+    if self.world == 1:
+        return [thing]
+    from accelerate.utils import gather_object
 
-        return gather_object([thing])
+    return gather_object([thing])
 
 # %% ../../nbs/5_training/03_ranks.ipynb #n016
 @patch_to(Ranks)
@@ -99,6 +103,12 @@ def agree(self, work: Callable[[], Any]) -> list:  # [world]: what it returned o
         if reason:
             raise UserError(f"rank {rank} failed, so all stop. {reason}")
     return [answer for answer, _ in told]
+
+# %% ../../nbs/5_training/03_ranks.ipynb #c0c140d
+@patch_to(Ranks)
+def once_per_machine(self, work: Callable[[], Any]) -> None:
+    "The first rank of each machine does something. If it fails, all stop, as in `agree`."
+    self.agree(lambda: work() if self.first_here else None)
 
 # %% ../../nbs/5_training/03_ranks.ipynb #n019
 @patch_to(Ranks)

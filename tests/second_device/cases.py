@@ -193,6 +193,25 @@ def test_a_step_after_loading_is_the_step_without(model_folder, tmp_path, lora):
         assert a.device == b.device == torch.device("cuda:0") and torch.equal(a, b)
 
 
+def test_offload_locks_one_block_per_half(model_folder):
+    "Of the size of its frozen weights; rounded up, blocks would take a quarter more."
+    device.LOCKED.clear()
+    model = load_model(model_folder, "ar", offload=True)
+    frozen, count = [], 0
+    for half in (model.ar, model.dit):
+        sizes = [p.nbytes for p in half.parameters() if not p.requires_grad]
+        frozen.append(sum(sizes))
+        count += len(sizes)
+    assert len(device.LOCKED) == 2
+    assert 0 <= sum(device.LOCKED) - sum(frozen) < 64 * count
+    for half, other in (("ar", model.dit), ("dit", model.ar), ("ar", model.dit)):
+        with device.waits() as waits:
+            model.wake(half)
+        assert not waits, told(waits)  # fetched while the program goes on
+        frozen_numbers = [p.numel() for p in other.parameters() if not p.requires_grad]
+        assert sum(frozen_numbers) == 0
+
+
 def test_the_programs(model_folder, tmp_path, monkeypatch, capsys):
     "Evaluate, train, save, evaluate; go on from there."
     monkeypatch.chdir(helpers.ROOT)
@@ -284,7 +303,7 @@ def test_a_planted_mix_up_is_found(dit_model, monkeypatch):
         return dataclasses.replace(move(inputs, to), attention_mask=inputs.attention_mask)
 
     monkeypatch.setattr(PromptInputs, "to", forget_mask)
-    where = r"cpu and cuda:0, at glm_grpo/model/sampling.py"
+    where = r"cpu and cuda:0, at glm_grpo/model/\w+.py:\d+"
     with pytest.raises(device.MixedDevices, match=where):
         make_trainer(dit_model).collect(make_batch())
 

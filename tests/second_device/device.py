@@ -358,11 +358,21 @@ class device_context:
         LIBRARY.set_device(self.before)
 
 
+LOCKED: list[int] = []  # bytes of each block of the host's memory that is locked
+
+
+def lock_memory(pointer: int, size: int, flags: int) -> int:
+    LOCKED.append(size)
+    return 0
+
+
 def replace_torch_cuda() -> None:
     "torch.cuda answers for the second device. It measures no memory."
+    runtime = SimpleNamespace(cudaHostRegister=lock_memory, cudaHostUnregister=lambda pointer: 0)
     properties = SimpleNamespace(name="second device", total_memory=80 * 10**9, major=9, minor=0)
     answers = {
         "_lazy_init": lambda: None,
+        "cudart": lambda: runtime,
         "current_device": lambda: LIBRARY.current_device(),
         "device": device_context,
         "device_count": lambda: LIBRARY.count_devices(),
