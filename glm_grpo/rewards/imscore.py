@@ -25,7 +25,7 @@ from glm_grpo.rewards.model_files import (
 
 # %% ../../nbs/4_rewards/12_imscore.ipynb #n008
 class Imscore:
-    "A scorer of the package imscore: `score(pixels, prompts)`. Subclasses say where it is."
+    "A scorer of the package imscore: `score(pixels, prompts)`. Subclasses name its class."
 
     name: str
     where: tuple[str, str]  # module and class
@@ -36,7 +36,7 @@ class Imscore:
         model: str | Path,  # folder or hub id, in imscore's layout
         device: str | None = None,  # None: CUDA if there is one, else MPS, else the CPU
         dtype: str | torch.dtype | None = None,  # of the weights; None: as saved
-        # True: fetch from the hub what is not here, also the parts that imscore asks for
+        # True: fetch what is missing from the hub, also the parts that imscore needs
         download: bool = False,
         batch_size: int = 8,  # images at a time
     ):

@@ -33,11 +33,11 @@ class RemoteError(OSError):
 
 
 class TemporaryError(RemoteError):
-    "A failure that may pass: worth asking again."
+    "A temporary failure: worth a retry."
 
 
 def _split_url(url: str) -> SplitResult:
-    "The parts of a server's address. UserError: not http, or more in it than an address."
+    "The parts of a server's address. UserError: not http, or more than an address."
     try:
         parts = urlsplit(url)
         is_web = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
@@ -93,7 +93,7 @@ class Endpoint:
             connection.close()
 
     def _read(self, response, deadline):
-        "The body, piece by piece: an answer that drips has no more time than one that hangs."
+        "The body, read in pieces, with one time limit for the whole answer."
         data = b""
         while chunk := response.read1(1 << 16):
             data += chunk
@@ -109,12 +109,12 @@ class Endpoint:
 
 # %% ../../nbs/4_rewards/18_remote.ipynb #n013
 class RemoteReward:
-    """A reward that another process computes, asked over HTTP.
+    """A reward that another process computes, queried over HTTP.
 
     Called as a reward: `remote(images [N, 3, H, W] in [0, 1], prompts, targets, sources,
     metadata) -> [N]` float32, NaN where the server says null; the range is the server's. Images
-    travel as 8-bit PNG, and only what the server wants is sent. Asks the server who it is when it
-    is made (UserError if it is not there), later RemoteError. A token is read from the
+    are sent as 8-bit PNG, with only the inputs that the server wants. The constructor queries the
+    server (UserError if it does not answer); calls raise RemoteError. A token is read from the
     environment variable GLM_GRPO_TOKEN. The protocol is in 4_rewards/16_remote_protocol.
     """
 
@@ -124,7 +124,7 @@ class RemoteReward:
         self,
         url: str,  # http://HOST:PORT or https://..., with or without a path
         timeout: float = 60.0,  # seconds to wait for an answer to one batch
-        retries: int = 2,  # how often to ask again where that may help
+        retries: int = 2,  # retries after a temporary failure
         batch_size: int = 16,  # images in one request
         # requests at a time: one is encoded and sent while another is scored
         parallel: int = 2,
@@ -176,7 +176,7 @@ def _score(self, images, prompts, parts):
 
 @patch_to(RemoteReward)
 def check(self) -> None:
-    "Ask the server who it is; sets .name and .wants. UserError: not there, or no reward server."
+    "Query /health; sets .name and .wants. UserError: no answer, or not a reward server."
     try:
         answer = self._ask("GET", "/health")
     except RemoteError as e:
@@ -200,7 +200,7 @@ def check(self) -> None:
 # %% ../../nbs/4_rewards/18_remote.ipynb #n017
 @patch_to(RemoteReward)
 def _ask(self, method, path, body=None):
-    "One request, again where that may help -> the answer's JSON object. RemoteError."
+    "One request with retries; returns the answer's JSON object. RemoteError."
     for attempt in range(self.retries + 1):
         if attempt:
             time.sleep(self.pause * 2 ** (attempt - 1))
@@ -224,7 +224,7 @@ def _read_object(data):
 # %% ../../nbs/4_rewards/18_remote.ipynb #n020
 @patch_to(RemoteReward)
 def _ask_once(self, method, path, body):
-    "The answer's JSON object. TemporaryError: asking again may help. RemoteError: it will not."
+    "The answer's JSON object. TemporaryError: a retry may help. RemoteError: it will not."
     try:
         status, data = self.endpoint.exchange(method, path, body, self.timeout)
     except RemoteError:
