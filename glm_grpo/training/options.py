@@ -164,14 +164,17 @@ class ClipOptions:
         "The clip range of a policy."
         return self.dit_clip_range if policy == "dit" else self.clip_range
 
-    def check_delta(self) -> None:
+    def check_delta(
+        self,
+        prefix: str = "",  # what stands before the name in the message
+    ) -> None:
         "UserError: a delta that would bound ratios which the clip still rewards."
         high = self.clip_range if self.clip_range_high is None else self.clip_range_high
         if self.delta is None or self.loss_type in ("cispo", "sapo") or self.delta > 1 + high:
             return
         raise UserError(
-            f"delta {self.delta}: must be more than 1 + clip_range_high, here {1 + high:g}. Take "
-            "a larger one (2 to 4), or null for none."
+            f"{prefix}delta {self.delta}: must be more than 1 + clip_range_high, here "
+            f"{1 + high:g}. Take a larger one (2 to 4), or null for none."
         )
 
 # %% ../../nbs/5_training/01_options.ipynb #n019
