@@ -24,6 +24,7 @@ LONG_FUNCTIONS = {
 MANY_PARAMETERS = {
     "compute_grpo_loss": "public interface",
     "MinimalGRPOTrainer.__init__": "public interface",
+    "GLMImageWrapper.__init__": "public interface",
     "GLMImageWrapper.generate_with_tracking": "public interface",
 }
 
