@@ -68,12 +68,14 @@ class Ranks:
                 "Start them with accelerate launch or torchrun; for one process: unset WORLD_SIZE."
             ) from e
 
-    def stop(self) -> None:
-        "Leave the process group."
-        if self.world > 1:
-            torch.distributed.destroy_process_group()
-
 # %% ../../nbs/5_training/03_ranks.ipynb #c30ccb2
+@patch_to(Ranks)
+def stop(self) -> None:
+    "Leave the process group."
+    if self.world > 1:
+        torch.distributed.destroy_process_group()
+
+
 @patch_to(Ranks)
 def gather(self, thing: Any) -> list:  # [world]
     "Every rank gets all ranks' things, in the order of the ranks. They must be picklable."
