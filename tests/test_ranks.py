@@ -214,7 +214,7 @@ def test_a_run_on_two_ranks_writes_once_and_goes_on_bit_for_bit(tmp_path, full):
     check_files(final, checkpoints, full)
     for name in ("checkpoint_final", "checkpoint_step_2"):
         shutil.rmtree(checkpoints / name)
-    succeeds("--resume", "latest", "--output_dir", run)
+    succeeds("--resume", "latest", "--output_dir", run, "--trust_run_code")
     assert without_seconds(run) == straight
     assert weights(checkpoints / "checkpoint_final") == final
 
