@@ -42,8 +42,6 @@ class Ranks:
         if self.world > 1:
             self.device = str(state.device)
         self.first = self.rank == 0
-        # the first on its machine; without a word about machines there is one
-        self.first_here = getattr(state, "local_process_index", self.rank) == 0
         self.shards = {}  # what `shard` has cut: module -> whether it is fetched in each pass
         self.all_failed = False  # whether all ranks know of an error
 
@@ -68,12 +66,14 @@ class Ranks:
                 "Start them with accelerate launch or torchrun; for one process: unset WORLD_SIZE."
             ) from e
 
-    def stop(self) -> None:
-        "Leave the process group."
-        if self.world > 1:
-            torch.distributed.destroy_process_group()
-
 # %% ../../nbs/5_training/03_ranks.ipynb #c30ccb2
+@patch_to(Ranks)
+def stop(self) -> None:
+    "Leave the process group."
+    if self.world > 1:
+        torch.distributed.destroy_process_group()
+
+
 @patch_to(Ranks)
 def gather(self, thing: Any) -> list:  # [world]
     "Every rank gets all ranks' things, in the order of the ranks. They must be picklable."
@@ -108,7 +108,8 @@ def agree(self, work: Callable[[], Any]) -> list:  # [world]: what it returned o
 @patch_to(Ranks)
 def once_per_machine(self, work: Callable[[], Any]) -> None:
     "The first rank of each machine does something. If it fails, all stop, as in `agree`."
-    self.agree(lambda: work() if self.first_here else None)
+    number_here = int(os.environ.get("LOCAL_RANK", self.rank))  # the launchers set it
+    self.agree(lambda: work() if number_here == 0 else None)
 
 # %% ../../nbs/5_training/03_ranks.ipynb #n019
 @patch_to(Ranks)
