@@ -320,7 +320,7 @@ def denoising_notes(
     bench: DenoisingBench,
     difference: float,  # to the pipeline
     windows: list[dict],  # of `window_table`
-    floor: str,  # what it is made of
+    floor: str,  # how it was computed
 ) -> list[str]:
     "What the table compares."
     parts = []

@@ -105,7 +105,7 @@ class TokenMeasurement:
         "Sample with `generate`."
         forget_peak(self.device)
         batch, inputs = self.batch, self.inputs
-        # the model wants the large grid first
+        # the model expects the large grid first
         grids = torch.tensor([[1, *grid] for grid in reversed(self.grids)], device=self.device)
         sampled = self.ar.generate(
             input_ids=inputs.input_ids[self.prompt_index],

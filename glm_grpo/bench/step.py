@@ -168,7 +168,7 @@ class StepWorkload(Workload):
     "A training step."
 
     beta: float = 0.04  # above 0, so that there is a reference policy
-    component: str = "ar"  # ours: which policy trains
+    component: str = "ar"  # ours: the policy that trains
     batch_size: int = 32  # ours: images sampled and decoded at a time
     micro_batch_size: int = 8  # ours: images scored at a time
     rollout: dict = field(default_factory=dict)  # ours: more options of the sampling: window...
@@ -229,7 +229,7 @@ def measure_step(
 # %% ../../nbs/7_bench/03_step.ipynb #n025
 @dataclass(frozen=True)
 class TokenBench:
-    "What the token policy is measured with."
+    "Settings of the benchmark of the token policy."
 
     model_name: str = "data/tiny-glm-image"
     prompts_file: str = "data/t2i/train/prompts.txt"
@@ -278,7 +278,7 @@ def own_megabytes(runs: list[dict]) -> float:
 # %% ../../nbs/7_bench/03_step.ipynb #n027
 OTHERS_WORKED = (
     "Others used the machine at the same time: the seconds are those of the processor that these "
-    "processes used, not the clock's"
+    "processes used, not wall-clock time"
 )
 
 
@@ -287,7 +287,7 @@ def measure_steps_in_turns(
     device: torch.device,
     say: Callable[[str], None],
 ) -> dict[str, list[dict]]:  # ours, plain -> results of `measure_step`
-    "Each in a process of its own."
+    "Run each step in its own process."
     options = bench.step_options(device)
     runs = {"ours": [], "plain": []}
     for _ in range(bench.step_repeats):

@@ -270,7 +270,7 @@ def describe_match(
     if match["ratio"]:
         when = f"at {match['other_seconds']:.0f} s: {match['ratio']:.2f} times as soon."
     else:
-        when = f"not within the same time: it gets to {match['other_best']:.3f}."
+        when = f"not within the same time: it reaches {match['other_best']:.3f}."
     return f"The window reaches the best of all decisions ({reached}) {when}"
 
 

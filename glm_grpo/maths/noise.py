@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 def named_seed(
-    name: str,  # says what the random numbers are for, such as "0|17|a red apple|2|latents"
+    name: str,  # what the random numbers are for, such as "0|17|a red apple|2|latents"
     bits: int = 63,  # size of the seed, 1 to 64
 ) -> int:  # 0 to 2**bits - 1
     "A seed that depends on the name alone: the upper bits of its SHA-256."
@@ -25,7 +25,7 @@ def named_seed(
 def named_generator(
     name: str,  # the same name gives the same numbers
 ) -> torch.Generator:  # on the CPU
-    "A generator of its own for a name: the same on every machine and in every batch."
+    "The generator of a name: the same on every machine and in every batch."
     return torch.Generator().manual_seed(named_seed(name))
 
 # %% ../../nbs/1_maths/01_noise.ipynb #n015

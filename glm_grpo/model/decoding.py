@@ -27,7 +27,7 @@ from .sources import Source
 # %% ../../nbs/3_model/09_decoding.ipynb #n011
 def equal_batches(
     shapes: list[Hashable],  # N, what must be equal in a batch
-    batch_size: int | None = None,  # at most so many rows; None: no limit
+    batch_size: int | None = None,  # at most this many rows; None: no limit
 ) -> list[list[int]]:  # row numbers, each row once
     "Batches of rows of one shape, in order of the first appearance of the shapes."
     rows_of = {}
@@ -99,7 +99,7 @@ def _clocks(parts, inputs: ImageInputs) -> tuple[Tensor, Tensor]:
 
 
 def _check_noise(parts, inputs: ImageInputs, latents, noise, options: NoiseOptions) -> None:
-    "ValueError: the first noise, or that of the decisions, has another shape than the inputs ask."
+    "ValueError: the shape of the first noise, or of the decisions' noise, does not fit the inputs."
     config, n = parts.transformer.config, len(inputs.large_ids)
     height, width = (2 * config.patch_size * side for side in inputs.grid)
     if latents.shape != (n, config.in_channels, height, width):
@@ -142,7 +142,7 @@ def sample_latents(
     noise: Tensor | None = None,  # [N, D, C, 4h, 4w] float32, of the decisions
     options: NoiseOptions = NO_NOISE,
     *,
-    batch_size: int | None = None,  # at most so many rows at once; None: no limit
+    batch_size: int | None = None,  # at most this many rows at once; None: no limit
     # called with (row numbers, their latents) as soon as a batch is done
     on_rows: Callable[[list[int], Tensor], None] | None = None,
 ) -> dict[str, Tensor]:  # float32 on the model's device
@@ -172,7 +172,7 @@ def decode_tokens(
     parts,  # a GlmImagePipeline
     inputs: ImageInputs,  # of N rows
     latents: Tensor,  # [N, C, 4h, 4w] float32, the first noise
-    batch_size: int | None = None,  # at most so many images at once; None: no limit
+    batch_size: int | None = None,  # at most this many images at once; None: no limit
 ) -> Tensor:  # [N, 3, 32h, 32w] float32 in [0, 1], on the model's device
     "The images of given tokens, by Euler steps. ValueError as `sample_latents`."
     found = sample_latents(parts, inputs, latents, batch_size=batch_size)
@@ -185,7 +185,7 @@ def score_latents(
     before: Tensor,  # [N, D, C, 4h, 4w] float32, of `sample_latents`
     after: Tensor,  # the same shape
     options: NoiseOptions,  # as in `sample_latents`
-    batch_size: int | None = None,  # at most so many rows at once; None: no limit
+    batch_size: int | None = None,  # at most this many rows at once; None: no limit
 ) -> tuple[Tensor, Tensor, Tensor]:  # log_probs [N, D]; means, velocities [N, D, C, 4h, 4w]
     """Log-prob of each decision under the DiT as it is now, with a gradient where it is enabled.
 

@@ -60,7 +60,7 @@ def ar_loss(
     ar: nn.Module,  # GlmImageForConditionalGeneration
     inputs: PromptInputs,  # of N prompts
     answers: Tensor,  # [N, T] int64: preview, then large; what is to be predicted
-    history: Tensor,  # [N, T] int64: what the AR sees of it, `answers` or a spoilt copy
+    history: Tensor,  # [N, T] int64: what the AR sees of it, `answers` or a spoiled copy
     large_weight: float = 3.0,  # of a large token against a preview token
 ) -> tuple[Tensor, dict]:  # (loss, mean nats: preview and large; edit, if there is no preview)
     "Weighted cross-entropy of preview, large grid and end mark."

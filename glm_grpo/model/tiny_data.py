@@ -192,7 +192,7 @@ class EditBatches:
     def sample(
         self,
         number: int,
-        # share whose instruction asks for some edit of the same source, right or wrong
+        # share whose instruction asks for a random edit of the same source, right or wrong
         sloppy: float = 0.0,
     ) -> tuple[list[int], list[int], list[Edit]]:
         "Sources and targets, as numbers of `shown`, and what the instructions say."

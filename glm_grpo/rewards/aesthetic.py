@@ -95,7 +95,7 @@ class AestheticScore(TwoTowers):
         wanted, made = layers[0][0].shape[1], self.model.config.projection_dim
         if wanted != made:
             raise UserError(
-                f"The aesthetic head wants vectors of {wanted} numbers, and {model} makes {made}. "
+                f"The aesthetic head needs vectors of {wanted} numbers, and {model} makes {made}. "
                 "Bring the CLIP that the head was fitted on (ViT-L/14)."
             )
         self.layers = [(weight.to(self.device), bias.to(self.device)) for weight, bias in layers]

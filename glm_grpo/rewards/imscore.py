@@ -76,7 +76,7 @@ class Imscore:
 
 # %% ../../nbs/4_rewards/12_imscore.ipynb #n009
 _OLD_TRANSFORMERS = (
-    "imscore==0.0.11 beside transformers 4.53: an environment of its own, "
+    "imscore==0.0.11 beside transformers 4.53: a separate environment, "
     "used over HTTP (RemoteReward of glm_grpo.rewards.remote)"
 )
 

@@ -112,7 +112,7 @@ class RemoteReward:
     """A reward that another process computes, queried over HTTP.
 
     Called as a reward: `remote(images [N, 3, H, W] in [0, 1], prompts, targets, sources,
-    metadata) -> [N]` float32, NaN where the server says null; the range is the server's. Images
+    metadata) -> [N]` float32, NaN where the server sends null; the range is the server's. Images
     are sent as 8-bit PNG, with only the inputs that the server wants. The constructor queries the
     server (UserError if it does not answer); calls raise RemoteError. A token is read from the
     environment variable GLM_GRPO_TOKEN. The protocol is in 4_rewards/16_remote_protocol.
@@ -257,7 +257,7 @@ def _explain(self, error):
         return f"gave no answer within {self.timeout:g} s", fix
     if isinstance(error, ConnectionRefusedError):
         start = "python -m glm_grpo.remote my_reward.py:redness --port 8000"
-        reason = "refused the connection: nobody listens there"
+        reason = "refused the connection: no server listens there"
         return reason, f"Start the scorer ({start}), or fix the address."
     if isinstance(error, socket.gaierror):
         return "cannot be found: there is no machine of this name", "Fix the address."

@@ -47,7 +47,7 @@ def decode_images(
 ) -> list[Image.Image]:  # N PIL images, RGB
     """The inverse of `encode_images`. Accepts PNG only.
 
-    ValueError: names the first text that is no PNG, or says that the images have more than
+    ValueError: names the first text that is no PNG, or states that the images have more than
     MAX_PIXELS together.
     """
     if not isinstance(texts, list):
@@ -91,7 +91,7 @@ def write_request(
         return json.dumps(request, allow_nan=False).encode()
     except (TypeError, ValueError) as e:
         raise UserError(
-            f"A remote reward wants metadata, and these cannot be written as JSON ({e}). "
+            f"The metadata for a remote reward cannot be written as JSON ({e}). "
             "Keep to texts, finite numbers, lists and dicts in metadata."
         ) from e
 

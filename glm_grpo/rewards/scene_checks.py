@@ -120,7 +120,7 @@ def look(
     self,
     images: Tensor,  # [N, 3, H, W] in [0, 1]
 ) -> list[dict]:  # ground, share, objects [(name, (column, row))], sign, leftover
-    "What is seen. Places are in cells of 32 pixels and may be fractions."
+    "The detected scene. Places are in cells of 32 pixels and may be fractions."
     x = F.adaptive_avg_pool2d(images.float().cpu(), self.small)
     index, share, ground = self._ground(x)
     left = x - ground[:, :, None, None]  # what is still unexplained

@@ -128,7 +128,7 @@ PARTS = ("count", "colour", "position", "exclude")  # of a verdict
 def geneval_verdict(
     # clauses: class, count, perhaps color, perhaps position [relation, number of earlier clause]
     include: list[dict],
-    exclude: list[dict] | None,  # clauses (class, count): so many or more are wrong
+    exclude: list[dict] | None,  # clauses (class, count): this many or more are wrong
     # class, box (left, top, right, bottom), score in [0, 1], colour (if a color is required)
     detections: list[dict],
     counting: bool = False,  # the counting task requires higher scores

@@ -185,7 +185,7 @@ def read(
 ) -> list[list[TextLine]]:  # N lists, each in reading order
     "The lines of each image; the result of the last batch is kept. Raises UserError: shape."
     if images.ndim != 4 or images.shape[1] != 3:
-        raise UserError(f"The text reader wants images [N, 3, H, W], not {list(images.shape)}.")
+        raise UserError(f"The text reader needs images [N, 3, H, W], not {list(images.shape)}.")
     levels = (images.detach().float().cpu().clamp(0, 1) * 255).round().byte()
     pixels = levels.permute(0, 2, 3, 1).contiguous().numpy()
     key = pixels.shape, hashlib.sha256(pixels).digest()

@@ -192,7 +192,7 @@ def ratio_grids(
     old_logprobs: Tensor,  # the same shape: when the tokens were sampled
     grids: list[tuple[int, int]],  # (h, w) in order of generation: preview, large
 ) -> list[Tensor]:  # [h, w] or [N, h, w] float32, one per grid
-    "The ratios as they lie in the image. Raises ValueError if T is not the grids' size."
+    "The ratios in the shape of the grids. Raises ValueError if T is not the grids' size."
     sizes = [h * w for h, w in grids]
     if new_logprobs.shape != old_logprobs.shape or new_logprobs.shape[-1] != sum(sizes):
         raise ValueError(
