@@ -96,7 +96,8 @@ def figure_page(folder):
         return Image.new("RGB", (400, 200), color)
 
     page = folder / "figure.html"
-    page.write_text(frames(["red", "green", "blue"], square, "color").html)
+    head = '<meta name="viewport" content="width=device-width">'
+    page.write_text(head + frames(["red", "green", "blue"], square, "color").html)
     return page
 
 
@@ -222,6 +223,7 @@ def test_widgets_in_jupyterlab(browser, shoot, lab):
     wait(
         browser, lambda: source(browser, f".widget-output {picture}") not in (before, None), "moved"
     )
+    wait(browser, lambda: "| Idle" in status_bar(browser), "the last of the figures")
     shoot("lab_widget_moved")
     assert (readout, css(browser, ".widget-readout")[0].text) == ("0.050", "0.150")
 
