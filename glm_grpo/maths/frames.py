@@ -82,6 +82,7 @@ def frames(
         f'<input type="range" min="0" max="{len(values) - 1}" value="{start}"'
         f' aria-valuetext="{shown[start]}" style="flex: 1; min-width: 6em"'
         f' data-values="{"|".join(shown)}" data-frames="{" ".join(pictures)}"'
+        ' data-lm-suppress-shortcuts="true"'  # or JupyterLab would take the arrow keys
         f' oninput="{escape(_SHOW)}">'
         f'<output style="min-width: 4em">{shown[start]}</output></label></div>'
     )

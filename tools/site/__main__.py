@@ -184,13 +184,15 @@ def build(out: Path, pages: list[str], sphinx_options: list[str]) -> int:  # exi
         sys.exit(f"{out}: there is something else than a site in it. Give an empty folder.")
     from sphinx.cmd.build import build_main
 
-    with tempfile.TemporaryDirectory() as folder:
-        source = Path(folder) / "source"
-        Source(source, pages).write_all()
-        shutil.rmtree(out, ignore_errors=True)
-        doctrees = str(Path(folder) / "doctrees")
-        words = ["-b", "html", "-c", str(HERE), "-d", doctrees, *sphinx_options]
-        return build_main([*words, str(source), str(out)])
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        Source(folder / "source", pages).write_all()
+        words = ["-b", "html", "-c", HERE, "-d", folder / "doctrees", *sphinx_options]
+        status = build_main([str(word) for word in [*words, folder / "source", folder / "html"]])
+        if status == 0:
+            shutil.rmtree(out, ignore_errors=True)
+            shutil.move(folder / "html", out)
+    return status
 
 
 def main() -> int:  # exit status
