@@ -264,7 +264,10 @@ def check_more_steps(model, short):
 
 
 def test_sampling_tokens_does_not_wait(dit_model, short):
+    "And nearly all steps are replays of a CUDA graph."
+    before = device.Graph.replays
     check_more_tokens(dit_model, short)
+    assert device.Graph.replays - before > 250
 
 
 def test_denoising_does_not_wait(dit_model, short):

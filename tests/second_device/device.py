@@ -55,7 +55,10 @@ LIBRARY = load_library()
 
 import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
-from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+from torch.utils._python_dispatch import (  # noqa: E402
+    TorchDispatchMode,
+    _disable_current_modes,
+)
 
 
 class MixedDevices(RuntimeError):
@@ -85,6 +88,8 @@ def waits() -> Iterator[list[Wait]]:
 
 
 def note_wait(operation: str) -> None:
+    if graph_in_progress():
+        raise RuntimeError(f"not permitted in a CUDA graph: {operation} at {current_line()}")
     if NOTED:
         wait = Wait(operation, current_line())
         for noted in NOTED:
@@ -216,7 +221,7 @@ def dispatch(func, args, kwargs):
     if len(tensors) > 1:
         check_devices(operation, tensors, args)
     if name == "copy_":
-        return copy_into(*args, **kwargs)
+        return copy_into(func, *args, **kwargs)
     if name == "_to_copy":
         return move(func, args[0], **kwargs)
     if name == "_fused_sdp_choice":
@@ -258,6 +263,17 @@ def on_device(out, device, given):
 
 
 def calculate(func, args, kwargs):
+    "An operation on the numbers; a CUDA graph that is being recorded notes it."
+    graph = graph_in_progress()
+    if graph:
+        graph.before(func, args)
+    out = calculate_now(func, args, kwargs)
+    if graph:
+        graph.after(func, args, kwargs, out)
+    return out
+
+
+def calculate_now(func, args, kwargs):
     try:
         return func(*args, **kwargs)
     except NotImplementedError:  # only CUDA has it as one operation
@@ -306,10 +322,10 @@ def note_operation(name, args, kwargs) -> None:
                 note_wait(f"{name} with a mask")
 
 
-def copy_into(to, source, non_blocking=False):
+def copy_into(func, to, source, non_blocking=False):
     if source.device.type != to.device.type and not non_blocking:
         note_wait("copy_")
-    numbers_of(to).copy_(numbers_of(source))
+    calculate(func, [numbers_of(to), numbers_of(source)], {})
     return to
 
 
@@ -318,7 +334,7 @@ def move(func, source, device=None, non_blocking=False, pin_memory=None, **kwarg
     device = with_index(source.device if device is None else device)
     if source.device.type != device.type and not non_blocking:
         note_wait(f"to {device.type}")
-    numbers = func(numbers_of(source), **kwargs)
+    numbers = calculate(func, [numbers_of(source)], kwargs)
     return DeviceTensor(numbers, device) if device.type == "cuda" else numbers
 
 
@@ -335,6 +351,78 @@ class Factories(TorchDispatchMode):
         if DeviceTensor in types or (device is not None and torch.device(device).type == "cuda"):
             return dispatch(func, args, kwargs)
         return func(*args, **kwargs)
+
+
+# -------------------------------------------------------------------------------- CUDA graphs
+class Graph:
+    "torch.cuda.CUDAGraph: the operations of a recording, again and on the same memory."
+
+    replays = 0  # of all graphs
+
+    def __init__(self):
+        self.operations, self.written, self.made = [], {}, set()
+
+    def before(self, func, args) -> None:
+        "A recording has no effect: keep what an operation overwrites."
+        for argument, value in zip(func._schema.arguments, args):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                storage = value.untyped_storage()
+                if storage.data_ptr() not in self.made:
+                    self.written.setdefault(storage.data_ptr(), (storage, storage.clone()))
+
+    def after(self, func, args, kwargs, out) -> None:
+        self.operations.append((func, args, kwargs, out))
+        given = {x.untyped_storage().data_ptr() for x in all_tensors(args)}
+        self.made |= {x.untyped_storage().data_ptr() for x in all_tensors(out)} - given
+
+    def take_back(self) -> None:
+        for storage, before in self.written.values():
+            storage.copy_(before)
+
+    @torch.no_grad()
+    def replay(self) -> None:
+        Graph.replays += 1
+        with _disable_current_modes():
+            for func, args, kwargs, out in self.operations:
+                new = calculate_now(func, args, kwargs)
+                for old, fresh in zip(all_tensors(out), all_tensors(new)):
+                    if old.data_ptr() != fresh.data_ptr():
+                        old.copy_(fresh)
+
+
+def all_tensors(x) -> list[Tensor]:
+    if isinstance(x, Tensor):
+        return [x]
+    return [t for y in x for t in all_tensors(y)] if isinstance(x, (list, tuple)) else []
+
+
+class Stream:
+    "torch.cuda.Stream. Everything happens at once, so nobody waits."
+
+    def __init__(self, device=None):
+        self.device = device
+
+    def wait_stream(self, other) -> None:
+        pass
+
+
+RECORDING = threading.local()
+
+
+def graph_in_progress() -> Graph | None:
+    "Of this thread."
+    return getattr(RECORDING, "graph", None)
+
+
+@contextlib.contextmanager
+def record_graph(graph: Graph, **options):
+    "torch.cuda.graph"
+    RECORDING.graph = graph
+    try:
+        yield
+    finally:
+        RECORDING.graph = None
+        graph.take_back()
 
 
 # --------------------------------------------------------------------------------- torch.cuda
@@ -372,6 +460,13 @@ def replace_torch_cuda() -> None:
     properties = SimpleNamespace(name="second device", total_memory=80 * 10**9, major=9, minor=0)
     answers = {
         "_lazy_init": lambda: None,
+        "CUDAGraph": Graph,
+        "Stream": Stream,
+        "current_stream": Stream,
+        "graph": record_graph,
+        "mem_get_info": lambda device=None: (8 * 10**10, 8 * 10**10),
+        "memory_reserved": lambda device=None: 0,
+        "stream": lambda other: contextlib.nullcontext(),
         "cudart": lambda: runtime,
         "current_device": lambda: LIBRARY.current_device(),
         "device": device_context,
