@@ -62,7 +62,7 @@ def test_the_console_says_what_to_watch(folder, capsys):
     assert main(*words, "--output_dir", folder / "run") == 0
     out, err = capsys.readouterr()
     assert "\r" not in out + err
-    assert "not the loss, which is zero by construction with one update per rollout" in out
+    assert "the loss is zero by construction with one update per rollout" in out
     shown = re.findall(r"^\d\d:\d\d:\d\d  step (\d)/3  reward ", out, re.M)
     assert shown == ["1", "2", "3"]  # the first, every second, the last
     assert max(abs(line["loss"]) for line in read_jsonl(folder / "run/metrics.jsonl")) < 1e-6

@@ -4,10 +4,12 @@
 
 # %% auto #0
 __all__ = ['find_folders', 'open_dataset', 'heldout_prompts', 'open_heldout', 'open_data', 'describe_data', 'weighted_reward',
-           'make_reward', 'part_weights', 'other_metrics', 'check_scene_prompts', 'check_quoted_texts', 'check_reward',
-           'adapter_options', 'load_model', 'make_callbacks', 'make_trainer']
+           'make_reward', 'describe_reward', 'part_weights', 'other_metrics', 'check_scene_prompts',
+           'check_quoted_texts', 'check_reward', 'adapter_options', 'load_model', 'load_on_ranks', 'make_callbacks',
+           'make_trainer']
 
 # %% ../../nbs/6_run/13_build.ipynb #n005
+import copy
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -20,10 +22,12 @@ from ..data.loader import make_dataloader
 from ..data.prompts import SPLIT_SEED, I2IDataset, T2IDataset, split_off
 from ..data.rows import is_table
 from ..data.scenes import parse_prompt
+from ..model.loading import download_model
 from ..model.wrapper import GLMImageWrapper
 from glm_grpo.rewards.calling import (
     RewardError,
     call_reward,
+    reward_name,
     simple_reward_function,
     where_raised,
 )
@@ -170,6 +174,13 @@ def make_reward(
     return {"ar": first, "dit": weighted_reward(config, own, drawings)}
 
 
+def describe_reward(reward: Callable | dict[str, Callable]) -> str:
+    "Names of the rewards, in one line."
+    if not isinstance(reward, dict):
+        return reward_name(reward)
+    return ", ".join(f"{name}: {reward_name(one)}" for name, one in reward.items())
+
+
 def part_weights(reward: Callable | dict[str, Callable]) -> dict[str, float]:
     "part -> weight (of two sums the larger one); a lone function has no parts."
     found = {}
@@ -277,6 +288,15 @@ def load_model(config: Config) -> GLMImageWrapper:
         offload=model.offload,
         revision=model.revision,
     )
+
+
+def load_on_ranks(config: Config, ranks: Ranks) -> GLMImageWrapper:
+    "The model on each rank's own device; if one rank fails, all stop."
+    here, loaded = copy.deepcopy(config), []
+    here.model.device = ranks.device or config.model.device
+    ranks.once_per_machine(lambda: download_model(here.model.name, here.model.revision))
+    ranks.agree(lambda: loaded.append(load_model(here)))
+    return loaded[0]
 
 # %% ../../nbs/6_run/13_build.ipynb #n023
 def make_callbacks(config: Config, out: Path, watch: list[Callback]) -> list[Callback]:
