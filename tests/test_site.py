@@ -16,7 +16,7 @@ import api
 import contents
 
 NAMES = contents.notebooks()
-PART = ("1_maths/00_frames", "1_maths/03_loss", "5_training/14_trainer")
+PART = ("1_maths/00_frames", "1_maths/03_loss", "6_run/08_explore")
 
 
 def markdown(name):
@@ -176,11 +176,17 @@ def test_names_formulas_and_outputs_are_shown(pages):
     assert "_images/" in loss and "default_exp" not in loss and "nbdev_export" not in loss
 
 
+def test_nothing_is_loaded_from_elsewhere(pages):
+    for name, text in pages.items():
+        loaded = re.findall(r"<(?:script|link|img)\b[^>]*>", text)
+        assert [tag for tag in loaded if re.search(r"(src|href)=.https?:", tag)] == [], name
+
+
 def test_the_api_of_these_notebooks_is_there(pages):
     assert sorted(name for name in pages if name.startswith("api/")) == [
         "api/glm_grpo.maths.frames.html",
         "api/glm_grpo.maths.loss.html",
-        "api/glm_grpo.training.trainer.html",
+        "api/glm_grpo.run.explore.html",
         "api/index.html",
     ]
 

@@ -127,6 +127,7 @@ class Source:
             cells[0]["source"] += f"\n\n*Exports to* {{py:mod}}`{made}`\n"
         notebook["cells"] = cells
         lexer = {"name": "python", "pygments_lexer": "ipython3"}
+        notebook["metadata"].pop("widgets", None)  # they need a kernel
         notebook["metadata"]["language_info"] = lexer
         self.write(f"nbs/{name}.ipynb", json.dumps(notebook))
 

@@ -11,6 +11,7 @@ templates_path = []
 
 nb_execution_mode = "off"  # the committed outputs are shown
 nb_merge_streams = True
+nb_ipywidgets_js = {}  # scripts from elsewhere, for widgets that would need a kernel
 myst_enable_extensions = ["dollarmath"]
 myst_heading_anchors = 3
 myst_all_links_external = False
