@@ -16,7 +16,7 @@ from transformers import GlmImageForConditionalGeneration, GlmImageProcessor, To
 from glm_grpo.data.basics import UserError
 from glm_grpo.maths.noise import named_uniforms
 from glm_grpo.model.nucleus import nucleus, pack_kept, sample_token_ids, unpack_kept
-from glm_grpo.model.products import LayerProducts
+from glm_grpo.model.products import LayerParts
 from glm_grpo.model.replay import StepCounter
 from glm_grpo.model.sampling import KVCache, SamplingLoop, prefill, sample_tokens
 from glm_grpo.model.scoring import score_tokens
@@ -304,13 +304,13 @@ def test_adapter_merged_called_and_off(ar, tuned, inputs, uniforms, sampled):
         5, ar.config.text_config.hidden_size, generator=torch.Generator().manual_seed(0)
     )
     with torch.no_grad():
-        merged = LayerProducts.of(layers[0], True).qkv(x)
-        assert torch.allclose(merged, LayerProducts.of(layers[0], False).qkv(x), atol=1e-4)
-        plain = LayerProducts.of(layers[1], True).qkv(x)
+        merged = LayerParts.of(layers[0], True).qkv(x)
+        assert torch.allclose(merged, LayerParts.of(layers[0], False).qkv(x), atol=1e-4)
+        plain = LayerParts.of(layers[1], True).qkv(x)
         assert (merged - plain).abs().max() > 0.01
         with_adapter, _ = sample_tokens(tuned, inputs, INDEX, uniforms, temperature, top_p)
         with tuned.disable_adapter():
-            assert torch.equal(LayerProducts.of(layers[0], True).qkv(x), plain)
+            assert torch.equal(LayerParts.of(layers[0], True).qkv(x), plain)
             without = sample_tokens(tuned, inputs, INDEX, uniforms, temperature, top_p)
             reference = score_tokens(tuned, inputs, INDEX, token_ids, temperature, kept)
         old = score_tokens(ar, inputs, INDEX, token_ids, temperature, kept)
@@ -330,8 +330,8 @@ def test_cache_shows_what_is_filled(ar, inputs, fixed):
     L = inputs.input_ids.shape[1]
     for step in range(3):
         cache.open_column()
-        new = torch.full_like(cache.layers[0][0][:, :, 0], step + 1.0)
-        keys, values, bias = cache.write(0, torch.stack((new, -new)))
+        new = torch.full_like(cache.layers[0][:, 0, :, 0], step + 1.0)
+        keys, values, bias = cache.write(0, torch.stack((new, -new), 1))
         assert torch.equal(keys[:, :, L + step], new) and torch.equal(values[:, :, L + step], -new)
         seen = bias[:, 0, 0] == 0
         assert torch.equal(seen[:, :L], inputs.attention_mask[index].bool())

@@ -14,7 +14,7 @@ from transformers import DynamicCache
 from ..data.basics import UserError, patch_to
 from .nucleus import pack_kept, sample_token_ids
 from .padding import trim, visibility
-from .products import LayerProducts, joint_product, rms_norm
+from .products import LayerParts, joint_product, rms_norm
 from .replay import Recorder, StepCounter, recorder_for, repeat
 from .tokens import PromptInputs, language_model_parts
 
@@ -50,7 +50,7 @@ class KVCache:
         counter.start_at(L)
         T = inputs.num_tokens
         room = T + -(L + T) % 8  # attention kernels of a GPU want a mask of a multiple of 8
-        self.layers = []  # keys and values together: [2, N, G, L + room, D]
+        self.layers = []  # keys and values together: [N, 2, G, L + room, D]
         for keys_and_values in prefilled:
             self.layers.append(self._with_room(keys_and_values, prompt_index, room))
         padded, dtype = min(inputs.lengths) < L, prefilled[0][0].dtype
@@ -60,11 +60,11 @@ class KVCache:
 
     @staticmethod
     def _with_room(keys_and_values, prompt_index, room):
-        "Twice [P, G, L, D] -> [2, N, G, L + room, D]"
+        "Twice [P, G, L, D] -> [N, 2, G, L + room, D]"
         keys, values = keys_and_values
         _, G, L, D = keys.shape
-        out = keys.new_zeros(2, len(prompt_index), G, L + room, D)
-        out[0, :, :, :L], out[1, :, :, :L] = keys[prompt_index], values[prompt_index]
+        out = keys.new_zeros(len(prompt_index), 2, G, L + room, D)
+        out[:, 0, :, :L], out[:, 1, :, :L] = keys[prompt_index], values[prompt_index]
         return out
 
     def _make_bias(self, attention_mask, room, dtype):
@@ -81,16 +81,16 @@ class KVCache:
     def write(
         self,
         layer: int,
-        keys_and_values: Tensor,  # [2, N, G, D] of this step's token
+        keys_and_values: Tensor,  # [N, 2, G, D] of this step's token
     ) -> tuple[Tensor, Tensor, Tensor | None]:  # keys, values [N, G, columns, D] and their bias
         "Put a token into one layer's memory. Returns all that its query looks at."
         memory = self.layers[layer]
         self.counter.put(memory, 3, keys_and_values, self.start)
         if self.counter.fixed:
-            return *memory, self.bias
+            return *memory.unbind(1), self.bias
         filled = self.start + self.counter.step + 1
         bias = None if self.bias is None else self.bias[..., :filled]
-        return *memory[..., :filled, :], bias
+        return *memory[..., :filled, :].unbind(1), bias
 
 # %% ../../nbs/3_model/03_sampling.ipynb #c021
 def rotation_table(
@@ -107,12 +107,13 @@ def rotation_table(
 
 def rotate_(
     x: Tensor,  # [N, heads, D], changed in place
-    rotation: Tensor,  # [2, N, 1, R]: cosines and sines of this step
+    cos: Tensor,  # [N, 1, R]
+    sin: Tensor,  # [N, 1, R], with the sign of `rotate_half`
 ) -> None:
     "Turn the first R of the D numbers of each head."
-    cos, sin = rotation
-    turning = x[..., : cos.shape[-1]]
-    halves_swapped = turning.unflatten(-1, (2, -1)).flip(-2).flatten(-2)
+    R = cos.shape[-1]
+    turning = x[..., :R]
+    halves_swapped = turning.roll(R // 2, -1)
     turning.mul_(cos).addcmul_(halves_swapped, sin)
 
 # %% ../../nbs/3_model/03_sampling.ipynb #c029
@@ -135,7 +136,9 @@ class SamplingLoop:
             self.text_model, self.hidden, inputs.decode_position_ids, prompt_index
         )
         merge = not fixed_shapes and self.hidden.dtype == torch.float32
-        self.products = [LayerProducts.of(layer, merge) for layer in self.text_model.layers]
+        self.layers = [LayerParts.of(layer, merge) for layer in self.text_model.layers]
+        self.norm = rms_norm(self.text_model.norm)
+        self.scale = self.text_model.layers[0].self_attn.scaling
         self.head = joint_product([model.lm_head], merge)
 
     def logits(self) -> Tensor:  # [N, K] float32
@@ -149,38 +152,28 @@ def advance(
     ids: Tensor,  # [N] int64, the tokens just sampled
 ) -> None:
     "Put the sampled tokens through all layers. Python looks at no tensor's value."
-    rotation = self.counter.take(self.rotations, 0)
+    rotation = self.counter.take(self.rotations, 0).unbind()
     self.cache.open_column()
     x = self.text_model.embed_tokens(ids)
-    for index, layer in enumerate(self.text_model.layers):
-        x = x + self._attend(index, layer, x, rotation)
-        x = x + self._feed_forward(index, layer, x)
-    self.hidden.copy_(rms_norm(self.text_model.norm, x))  # where a recording reads it
+    for number, layer in enumerate(self.layers):
+        attended = self._attend(number, layer.qkv(layer.norm_attention(x)), rotation)
+        x = x + layer.norm_attention_out(layer.attention_out(attended))
+        gate, up = layer.gate_up(layer.norm_mlp(x)).chunk(2, -1)
+        x = x + layer.norm_mlp_out(layer.down(up * layer.activation(gate)))
+    self.hidden.copy_(self.norm(x))  # where a recording reads it
     self.counter.advance()
 
 
 @patch_to(SamplingLoop)
-def _attend(self, index, layer, x, rotation):
-    "The attention block of one layer: [N, H] -> [N, H]."
-    products = self.products[index]
-    _, N, G, _, D = self.cache.layers[index].shape
-    qkv = products.qkv(rms_norm(layer.input_layernorm, x)).view(N, -1, D)
-    rotate_(qkv[:, :-G], rotation)  # queries and keys
-    keys_and_values = qkv[:, -2 * G :].unflatten(1, (2, G)).transpose(0, 1)
-    keys, values, bias = self.cache.write(index, keys_and_values)
-    grouped = qkv[:, : -2 * G].reshape(N, G, -1, D)
-    scale = layer.self_attn.scaling
-    out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=bias, scale=scale)
-    return rms_norm(layer.post_self_attn_layernorm, products.attention_out(out.reshape(N, -1)))
-
-
-@patch_to(SamplingLoop)
-def _feed_forward(self, index, layer, x):
-    "The feed-forward block of one layer: [N, H] -> [N, H]."
-    products = self.products[index]
-    gate, up = products.gate_up(rms_norm(layer.post_attention_layernorm, x)).chunk(2, -1)
-    out = products.down(up * layer.mlp.activation_fn(gate))
-    return rms_norm(layer.post_mlp_layernorm, out)
+def _attend(self, number, qkv, rotation):
+    "Attention of one layer: queries, keys and values of a token -> [N, heads * D]."
+    N, _, G, _, D = self.cache.layers[number].shape
+    qkv = qkv.view(N, -1, D)
+    rotate_(qkv[:, :-G], *rotation)  # queries and keys
+    keys, values, bias = self.cache.write(number, qkv[:, -2 * G :].view(N, 2, G, D))
+    grouped = qkv[:, : -2 * G].view(N, G, -1, D)
+    out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=bias, scale=self.scale)
+    return out.reshape(N, -1)
 
 # %% ../../nbs/3_model/03_sampling.ipynb #c036
 class Decisions:
