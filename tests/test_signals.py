@@ -47,7 +47,7 @@ def interrupted_by(signum, function):
 
 
 @SIGNALS
-@pytest.mark.parametrize("moment", ["parse_args", "open_data", "load_model"])
+@pytest.mark.parametrize("moment", ["parse_args", "open_data", "load_on_ranks"])
 def test_a_signal_before_there_is_anything_to_save(folder, capsys, monkeypatch, moment, signum):
     run = folder / "run"
     monkeypatch.setattr(program, moment, interrupted_by(signum, getattr(program, moment)))
