@@ -140,6 +140,8 @@ def run(work):
         "lines": lines,
     }
     torch.save(found, Path(work.out, f"{ranks.world}_{ranks.rank}.pt"))
+    if ranks.world > 1:
+        torch.distributed.barrier()  # gloo may abort a rank whose peer has already left
     ranks.stop()
     return 0
 
