@@ -15,10 +15,10 @@ from torch import Tensor
 from ..data.basics import UserError
 from ..data.images import tensor_to_pil
 from ..model.loading import pick_device, pick_dtype
-from .model_files import find_model, in_batches, load_frozen, load_processor
+from .model_files import PromptJudge, find_model, load_frozen, load_processor
 
 # %% ../../nbs/4_rewards/10_clip.ipynb #n013
-class TwoTowers:
+class TwoTowers(PromptJudge):
     "A CLIP or SigLIP: vectors of length 1, of images and of texts."
 
     def __init__(
@@ -91,14 +91,6 @@ class ClipScore(TwoTowers):
     def _judge(self, images, prompts):
         return 2.5 * self.cosines(images, prompts).clamp(min=0)
 
-    def __call__(
-        self,
-        images: Tensor,  # [N, 3, H, W] in [0, 1]
-        prompts: list[str],
-    ) -> Tensor:  # [N] float32 on the CPU
-        "A reward for each image."
-        return in_batches(self._judge, self.batch_size, images, prompts)
-
 # %% ../../nbs/4_rewards/10_clip.ipynb #n042
 class PickScore(TwoTowers):
     """PickScore (2305.01569): exp(logit scale) cos(image, prompt).
@@ -133,11 +125,3 @@ class PickScore(TwoTowers):
 
     def _judge(self, images, prompts):
         return self.model.logit_scale.exp() * self.cosines(images, prompts)
-
-    def __call__(
-        self,
-        images: Tensor,  # [N, 3, H, W] in [0, 1]
-        prompts: list[str],
-    ) -> Tensor:  # [N] float32 on the CPU
-        "A reward for each image."
-        return in_batches(self._judge, self.batch_size, images, prompts)

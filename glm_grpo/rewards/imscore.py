@@ -19,12 +19,13 @@ from glm_grpo.rewards.model_files import (
     find_model,
     first_line,
     hub_offline,
+    PromptJudge,
     in_batches,
     package_version,
 )
 
 # %% ../../nbs/4_rewards/12_imscore.ipynb #n008
-class Imscore:
+class Imscore(PromptJudge):
     "A scorer of the package imscore: `score(pixels, prompts)`. Subclasses name its class."
 
     name: str
@@ -50,7 +51,7 @@ class Imscore:
                 loaded = scorer.from_pretrained(str(folder), local_files_only=not download)
             self.model = loaded.eval().requires_grad_(False).to(self.device, **to)
             with torch.inference_mode():
-                self.score(torch.full((1, 3, 64, 64), 0.5), ["a grey image"])
+                self._judge(torch.full((1, 3, 64, 64), 0.5), ["a grey image"])
         # whatever foreign code raises here, the scorer does not run in this environment
         except Exception as e:
             raise UserError(
@@ -60,19 +61,11 @@ class Imscore:
                 f"once; otherwise, with transformers 4.53, {ELSEWHERE}"
             ) from e
 
-    def score(self, images: Tensor, prompts: list[str]) -> Tensor:
+    def _judge(self, images: Tensor, prompts: list[str]) -> Tensor:
         "[N, 3, H, W] in [0, 1] -> [N], on the model's device and in its dtype"
         weight = next(self.model.parameters())
         pixels = images.to(weight.device, weight.dtype)
         return self.model.score(pixels, list(prompts)).reshape(len(images))
-
-    def __call__(
-        self,
-        images: Tensor,  # [N, 3, H, W] in [0, 1]
-        prompts: list[str],
-    ) -> Tensor:  # [N] float32 on the CPU
-        "A reward for each image."
-        return in_batches(self.score, self.batch_size, images, prompts)
 
 # %% ../../nbs/4_rewards/12_imscore.ipynb #n009
 _OLD_TRANSFORMERS = (

@@ -18,7 +18,7 @@ from ..model.loading import pick_device, pick_dtype
 from .aesthetic import AestheticScore
 from .clip import ClipScore, PickScore
 from .imscore import HPSv2, HPSv3, ImageReward, PublishedLPIPS
-from .model_files import find_model, in_batches, load_frozen, load_processor
+from .model_files import PromptJudge, find_model, load_frozen, load_processor
 
 # %% ../../nbs/4_rewards/13_judges.ipynb #n014
 def first_tokens(
@@ -36,7 +36,7 @@ def first_tokens(
     return ids[0][0], ids[1][0]
 
 # %% ../../nbs/4_rewards/13_judges.ipynb #n016
-class VLMJudge:
+class VLMJudge(PromptJudge):
     """A vision-language model answers a question about the image: p(yes) / (p(yes) + p(no)).
 
     Of the answer's first token, in [0, 1]; after VQAScore (2404.01291, equation 1), which takes
@@ -80,14 +80,6 @@ class VLMJudge:
 
     def _judge(self, images, prompts):
         return self.ask(images, prompts)[:, self.answers].softmax(-1)[:, 0]
-
-    def __call__(
-        self,
-        images: Tensor,  # [N, 3, H, W] in [0, 1]
-        prompts: list[str],
-    ) -> Tensor:  # [N] float32 on the CPU
-        "A reward for each image."
-        return in_batches(self._judge, self.batch_size, images, prompts)
 
 # %% ../../nbs/4_rewards/13_judges.ipynb #n017
 @patch_to(VLMJudge)
