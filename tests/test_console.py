@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 from accelerate import PartialState
@@ -165,15 +166,21 @@ def test_an_empty_world_size_is_one_process(folder, monkeypatch):
     assert main(*words, "--dry_run", "--output_dir", folder / "run") == 0
 
 
-def test_a_world_without_its_ranks_is_told(folder, capsys, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.delenv(name, raising=False)
-    PartialState._reset_state()  # accelerate keeps what an earlier test of this process made
-    try:
-        assert main(*small(folder, "--output_dir", folder / "run")) == 2
-    finally:
+@pytest.fixture
+def no_launcher():
+    """No variable of a launcher is set. accelerate sets some itself and keeps a state: later tests
+    of this process must not see either."""
+    with mock.patch.dict(os.environ):
+        for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+            os.environ.pop(name, None)
         PartialState._reset_state()
+        yield
+        PartialState._reset_state()
+
+
+def test_a_world_without_its_ranks_is_told(folder, capsys, monkeypatch, no_launcher):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(*small(folder, "--output_dir", folder / "run")) == 2
     assert "WORLD_SIZE=2" in told(capsys)
 
 

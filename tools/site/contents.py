@@ -12,9 +12,9 @@ ROAD = (
     "1_maths/03_loss",
     "1_maths/04_sde",
     "3_model/01_tokens",
-    "3_model/04_scoring",
-    "3_model/08_denoise",
-    "5_training/14_trainer",
+    "3_model/07_scoring",
+    "3_model/11_denoise",
+    "5_training/15_trainer",
     "6_run/19_train",
     "6_run/20_results",
 )
