@@ -84,7 +84,7 @@ def error_text(error: BaseException) -> str:
     name = type(error).__name__
     try:
         text = str(error)
-    except Exception:  # somebody's own class
+    except Exception:  # a user's own class
         text = "its text cannot be read"
     text = text.encode("utf-8", "backslashreplace").decode()[:2000]
     return f"{name}: {text}" if text else name
@@ -137,11 +137,11 @@ def _raised(error, reward, name, arguments, inputs):
     "The RewardError for a reward that raised `error`."
     images, prompts = inputs
     # if a file or a server failed, the cause is no single image
-    guilty = None
+    failing = None
     if not isinstance(error, OSError):
-        guilty = _first_failing(reward, arguments, len(images))
-    first = guilty or 0
-    place = "first prompt of the batch" if guilty is None else f"image {guilty}, prompt"
+        failing = _first_failing(reward, arguments, len(images))
+    first = failing or 0
+    place = "first prompt of the batch" if failing is None else f"image {failing}, prompt"
     what = f"raised {error_text(error)} ({place}: {prompts[first]!r})"
     return _reward_error(what, name, first, inputs)
 
@@ -157,7 +157,7 @@ def _in_words(result):
     "A value's type and the beginning of its text, for messages."
     try:
         text = reprlib.repr(result)
-    except Exception:  # an integer of 5,000 digits, or somebody's own class
+    except Exception:  # an integer of 5,000 digits, or a user's own class
         text = "it cannot be printed"
     return "None" if result is None else f"a {type(result).__name__} ({text})"
 

@@ -51,7 +51,7 @@ def decode_images(
     than MAX_PIXELS.
     """
     if not isinstance(texts, list):
-        raise ValueError(f"want a list of images, got {type(texts).__name__}")
+        raise ValueError(f"expected a list of images, got {type(texts).__name__}")
     images, pixels = [], 0
     for i, text in enumerate(texts):
         try:  # reads only the file's header
@@ -119,7 +119,7 @@ def _read_json(data: bytes) -> dict:
     except (ValueError, RecursionError) as e:
         raise ValueError(f"the request is no JSON ({e})") from None
     if not isinstance(request, dict) or request.get("version") != VERSION:
-        raise ValueError(f'want {{"version": {VERSION}, "images": [...], "prompts": [...]}}')
+        raise ValueError(f'expected {{"version": {VERSION}, "images": [...], "prompts": [...]}}')
     return request
 
 
@@ -130,7 +130,7 @@ def _check_field(name: str, value, n: int) -> None:
     kind, items = _FIELDS[name]
     is_list = isinstance(value, list) and len(value) == n
     if not is_list or not all(isinstance(item, kind) for item in value):
-        raise ValueError(f"{name}: want a list of {n} {items}, as there are {n} images")
+        raise ValueError(f"{name}: expected a list of {n} {items}, as there are {n} images")
 
 
 def _read_field(name: str, value):
@@ -156,7 +156,7 @@ def read_request(
     images = request.get("images")
     n = len(images) if isinstance(images, list) else 0
     if n == 0:
-        raise ValueError("images: want a list of at least one image")
+        raise ValueError("images: expected a list of at least one image")
     for name in ARGUMENTS:
         _check_field(name, request.get(name), n)
     wanted = [name for name in ARGUMENTS if name in wants]
