@@ -1,14 +1,16 @@
-"""Rewards that go wrong later than the first call, that leave the program, or that change it: one
-message with the reward's name, and the steps so far are saved."""
+"""Rewards that fail after the first call, that exit the program, or that change its settings: one
+message names the reward, and the steps so far are saved. And whose code a run calls."""
 
 import pytest
 import torch
 from helpers import counting_reward, evaluate_main, files, main, resume, small, step_of, steps, told
 
+from glm_grpo.rewards.reward_server import serve
+
 pytestmark = pytest.mark.usefixtures("at_root")
 
-# From the fourth call on, which is the second step: a statement, and what the message says of it.
-# More of them are in the notebook of `call_reward`.
+# A statement that runs from the fourth call on (the second step), and a part of its message.
+# The notebook of `call_reward` has more of them.
 LATER = {
     "None": ("return None", "returned None for 2 images; it must return one number per image"),
     "5,000 digits": ("return [10**5000] * len(images)", "it cannot be printed"),
@@ -71,7 +73,7 @@ def test_a_file_that_leaves_or_changes_torch_is_told_before_anything(folder, cap
 
 
 def test_a_reward_without_gradients_of_its_own_spoils_nothing(folder):
-    "It switches gradients off in its call, and training goes on with them."
+    "It switches gradients off during its call, and training continues with gradients."
     (folder / "green.py").write_text(counting_reward("torch.set_grad_enabled(False)", SHY))
     words = small(folder, "--num_steps", 2, "--training.trackers", "null")
     assert main(*words, "--output_dir", folder / "run") == 0
@@ -87,7 +89,7 @@ def test_a_reward_with_global_random_numbers_is_named(folder):
 
 @pytest.fixture
 def run_of_a_stranger(folder):
-    "A run that names a function which leaves a trace when its file is loaded."
+    "A run that names a function; loading the function's file now leaves a trace."
     run = folder / "run"
     words = small(folder, "--num_steps", 1, "--training.trackers", "null", "--output_dir", run)
     assert main(*words) == 0
@@ -125,3 +127,20 @@ def test_code_that_is_named_or_trusted_runs(run_of_a_stranger, folder):
     assert resume(run, "--num_steps", 2) == 0
     assert main("--resume", run, "--num_steps", 3, *named) == 0
     assert steps(run) == [1, 2, 3]
+
+
+def brightness(images):
+    return images.mean((1, 2, 3))
+
+
+def test_a_server_needs_no_trust_because_none_of_its_code_runs_here(folder):
+    "A run with a remote reward is continued and evaluated without --trust_run_code."
+    run, words = folder / "run", small(folder, "--num_steps", 1, "--training.trackers", "null")
+    at = words.index("--reward.functions")
+    with serve(brightness) as server:
+        words[at : at + 2] = ["--reward.remote", f"{{far: {server.url}}}"]
+        assert main(*words, "--reward.metrics", "{far: 1}", "--output_dir", run) == 0
+        assert main("--resume", run, "--num_steps", 2) == 0
+        more = ["--training.eval_samples", 1, "--training.eval_prompts", 1]
+        assert evaluate_main("--checkpoint", run, *more) == 0
+    assert steps(run) == [1, 2]

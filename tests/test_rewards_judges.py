@@ -106,9 +106,12 @@ def test_no_towers(processor, tmp_path):
     ("tensors", "message"),
     [
         ({"layers.0.weight": torch.zeros(1, 7), "layers.0.bias": torch.zeros(1)}, "vectors of 7"),
-        ({"layers.0.weight": torch.zeros(2, 16), "layers.0.bias": torch.zeros(2)}, "must hold"),
-        ({"layers.0.weight": torch.zeros(1, 16)}, "must hold"),
-        ({"visual_projection.weight": torch.zeros(1)}, "must hold"),
+        (
+            {"layers.0.weight": torch.zeros(2, 16), "layers.0.bias": torch.zeros(2)},
+            "layers.0.weight",
+        ),
+        ({"layers.0.weight": torch.zeros(1, 16)}, "layers.0.weight"),
+        ({"visual_projection.weight": torch.zeros(1)}, "layers.0.weight"),
     ],
 )
 def test_not_an_aesthetic_head(clip, tmp_path, tensors, message):
@@ -118,7 +121,7 @@ def test_not_an_aesthetic_head(clip, tmp_path, tensors, message):
 
 
 def test_the_head_in_the_folder(clip, images):
-    assert "Bring the aesthetic head" in refusal(make_judge, "aesthetic", clip, device="cpu")
+    assert "Provide the aesthetic head" in refusal(make_judge, "aesthetic", clip, device="cpu")
     published = {"layers.0.weight": torch.ones(1, 16), "layers.0.bias": torch.zeros(1)}
     torch.save(published, clip / "sac+logos+ava1-l14-linearMSE.pth")
     judge = make_judge("aesthetic", clip, device="cpu")

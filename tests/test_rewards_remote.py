@@ -104,14 +104,14 @@ def once(status):
 
 NO_MEMORY = {"error": "CUDA out of memory"}
 CASES = {  # name -> act, requests that the client makes, text of its error (None: it succeeds)
-    "hangs": (hang, 3, "gave no answer within 0.3 s"),
-    "drips": (drip, 3, "gave no answer within 0.3 s"),
+    "hangs": (hang, 3, "did not answer within 0.3 s"),
+    "drips": (drip, 3, "did not answer within 0.3 s"),
     "500 once": (once(500), 2, None),
     "429 once": (once(429), 2, None),
     "408 once": (once(408), 2, None),
     "always 500": (always(NO_MEMORY, 500), 3, "CUDA out of memory"),
-    "dies in the middle": (bytes_of(b'{"scores": [0', 500), 3, "broke off"),
-    "dies before": (lambda handler, n: None, 3, "broke off"),
+    "dies in the middle": (bytes_of(b'{"scores": [0', 500), 3, "closed the connection"),
+    "dies before": (lambda handler, n: None, 3, "closed the connection"),
     "an HTML page": (bytes_of(b"<html>Welcome!</html>"), 1, "no JSON object"),
     "a list": (always([1, 2]), 1, "no JSON object"),
     "deeply nested": (bytes_of(b"[" * 100_000), 1, "no JSON object"),

@@ -23,10 +23,10 @@ _PUBLISHED_HEAD = "sac+logos+ava1-l14-linearMSE.pth"
 
 
 def _read_tensors(file: Path) -> dict[str, Tensor]:
-    "The tensors of .safetensors or .pth. Raises UserError: no file, or not only tensors."
+    "The tensors of .safetensors or .pth. UserError: no file, or a file with more than tensors."
     if not file.is_file():
         raise UserError(
-            f"{file}: no such file. Bring the aesthetic head, {_PUBLISHED_HEAD} of the "
+            f"{file}: no such file. Provide the aesthetic head, {_PUBLISHED_HEAD} of the "
             "improved-aesthetic-predictor, or the same as safetensors."
         )
     if file.suffix == ".safetensors":
@@ -37,15 +37,15 @@ def _read_tensors(file: Path) -> dict[str, Tensor]:
         return torch.load(file, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as e:
         raise UserError(
-            f"{file}: is not a file of tensors only, and nothing else is read. "
-            f"Bring {_PUBLISHED_HEAD}, or the same as safetensors."
+            f"{file}: contains more than tensors, and only tensors are read. "
+            f"Provide {_PUBLISHED_HEAD}, or the same as safetensors."
         ) from e
 
 
 def read_aesthetic_head(
     file: Path,  # .safetensors or .pth
 ) -> list[tuple[Tensor, Tensor]]:  # (weight, bias) of each linear layer, float32
-    "LAION's head. Raises UserError: there is no such file, or it is not that head."
+    "LAION's head. UserError: there is no such file, or it is not that head."
     state = _read_tensors(file)
     found = [re.fullmatch(r"layers\.(\d+)\.weight", name) for name in state]
     layers = []
@@ -56,8 +56,8 @@ def read_aesthetic_head(
     complete = layers and len(state) == 2 * len(layers)
     if not complete or layers[-1][0].shape[0] != 1:
         raise UserError(
-            f"{file}: is not LAION's aesthetic head; it must hold layers.0.weight, "
-            "layers.0.bias, ... down to one number."
+            f"{file}: is not LAION's aesthetic head, which contains layers.0.weight, "
+            f"layers.0.bias, ... down to one number. Provide {_PUBLISHED_HEAD}."
         )
     return layers
 
@@ -65,15 +65,15 @@ def read_aesthetic_head(
 class AestheticScore(TwoTowers):
     """LAION's improved aesthetic predictor: linear layers on CLIP ViT-L/14's image vector.
 
-    About 1 to 10, ordinary images 4 to 6; ignores the prompt. Raises UserError: folder,
-    weights, processor or head missing, or the head is for vectors of another size.
+    About 1 to 10, ordinary images 4 to 6; ignores the prompt. UserError: folder, weights,
+    processor or head are missing, or the head is for vectors of another size.
     """
 
     name = "aesthetic"
     bring = (
         "CLIP ViT-L/14 (hf download openai/clip-vit-large-patch14) and LAION's head "
         f"({_PUBLISHED_HEAD} of github.com/christophschuhmann/improved-aesthetic-predictor) "
-        "in that folder, or named by the option head"
+        "in the same folder, or given by the option head"
     )
 
     def __init__(
@@ -83,7 +83,7 @@ class AestheticScore(TwoTowers):
         head: str | Path | None = None,
         device: str | None = None,  # None: CUDA if there is one, else MPS, else the CPU
         dtype: str | torch.dtype | None = "float32",  # of the CLIP's weights; the head is float32
-        download: bool = False,  # True: fetch a hub id that is not on this machine
+        download: bool = False,  # True: download a hub id that is not on this machine
         batch_size: int = 16,  # images at a time
     ):
         folder = find_model(model, download)
@@ -95,8 +95,8 @@ class AestheticScore(TwoTowers):
         wanted, made = layers[0][0].shape[1], self.model.config.projection_dim
         if wanted != made:
             raise UserError(
-                f"The aesthetic head needs vectors of {wanted} numbers, and {model} makes {made}. "
-                "Bring the CLIP that the head was fitted on (ViT-L/14)."
+                f"The aesthetic head needs vectors of {wanted} numbers, and {model} returns "
+                f"{made}. Provide the CLIP that the head was fitted on (ViT-L/14)."
             )
         self.layers = [(weight.to(self.device), bias.to(self.device)) for weight, bias in layers]
 

@@ -69,9 +69,9 @@ class TwoTowers(PromptJudge):
 class ClipScore(TwoTowers):
     """CLIPScore (2104.08718): 2.5 max(cos(image, prompt), 0), in [0, 2.5].
 
-    CLIP, SigLIP, or anything with the same two towers. The text is cut off at the model's
-    length (77 tokens for CLIP, 64 for SigLIP). Raises UserError: folder, weights or processor
-    missing, or no two towers.
+    CLIP, SigLIP, or any model with the same two towers. The text is cut off at the model's
+    length (77 tokens for CLIP, 64 for SigLIP). UserError: folder, weights or processor are
+    missing, or the model does not have two towers.
     """
 
     name = "clip"
@@ -81,9 +81,9 @@ class ClipScore(TwoTowers):
         self,
         model: str | Path,  # folder or hub id
         device: str | None = None,  # None: CUDA if there is one, else MPS, else the CPU
-        # of the weights; half precision rounds off what distinguishes two similar images
+        # of the weights; in half precision two similar images may get the same score
         dtype: str | torch.dtype | None = "float32",
-        download: bool = False,  # True: fetch a hub id that is not on this machine
+        download: bool = False,  # True: download a hub id that is not on this machine
         batch_size: int = 16,  # images at a time
     ):
         super().__init__(model, None, device, dtype, download, batch_size)
@@ -96,8 +96,8 @@ class PickScore(TwoTowers):
     """PickScore (2305.01569): exp(logit scale) cos(image, prompt).
 
     About 15 to 25 with the published weights; flow_grpo divides this by 26, we do not. The text
-    is cut off at 77 tokens. Raises UserError: folder, weights or processor missing, or no two
-    towers.
+    is cut off at 77 tokens. UserError: folder, weights or processor are missing, or the model
+    does not have two towers.
     """
 
     name = "pickscore"
@@ -114,7 +114,7 @@ class PickScore(TwoTowers):
         processor: str | Path | None = None,
         device: str | None = None,  # None: CUDA if there is one, else MPS, else the CPU
         dtype: str | torch.dtype | None = "float32",  # of the weights
-        download: bool = False,  # True: fetch a hub id that is not on this machine
+        download: bool = False,  # True: download a hub id that is not on this machine
         batch_size: int = 16,  # images at a time
     ):
         folder = find_model(model, download)

@@ -11,15 +11,16 @@ from torch import Tensor
 
 from ..data.basics import UserError
 from ..data.images import pil_to_tensor
+from .calling import check_targets
 
 # %% ../../nbs/4_rewards/05_edits.ipynb #c007
 def _likeness(a, b, blur):
-    "Similarity of two images per pixel: [N, H, W], 1 for the same colour."
+    "Likeness of two images per pixel: [N, H, W], 1 for the same colour."
     return torch.exp(-((a - b).pow(2).sum(1) / blur**2))
 
 
 def _mean_where(x, where):
-    "Mean of x over the pixels where it is 1: [N]; 1 where there is none."
+    "Mean of x over the pixels where `where` is 1: [N]; 1 if there is no such pixel."
     count = where.sum((1, 2))
     return torch.where(count > 0, (x * where).sum((1, 2)) / count.clamp(min=1), 1.0)
 
@@ -43,40 +44,27 @@ def _first_sources(sources, like):
     return pil_to_tensor(firsts).to(like.device, like.dtype)
 
 
-def _check_targets(images, targets):
-    "UserError: no targets, or another size."
-    if targets is None:
-        raise UserError(
-            "edit_reward compares with target images, and there are none. "
-            "Give data.target_images_dir, or a 'target' in each line of prompts.jsonl."
-        )
-    if images.shape != targets.shape:
-        raise UserError(
-            f"edit_reward compares images {list(images.shape)} with targets "
-            f"{list(targets.shape)}. Set data.image_size to the size that is generated."
-        )
-
-
 def edit_reward(
     images: Tensor,  # [N, 3, H, W] in [0, 1]
     targets: Tensor,  # [N, 3, H, W] in [0, 1]
-    # N lists of PIL images (the first of each counts), or [N, 3, H, W] in [0, 1]
+    # N lists of PIL images (the first of each is used), or [N, 3, H, W] in [0, 1]
     sources: list | Tensor,
-    blur: float = 0.35,  # colour distance (0 to sqrt 3) at which a pixel counts 1/e
+    blur: float = 0.35,  # colour distance (0 to sqrt 3) at which the likeness is 1/e
 ) -> Tensor:  # [N] float32 in [0, 1]: 1 for the target, 0 for the unchanged source
     """How far the wanted change was made, times how far the rest was kept.
 
-    Raises UserError without targets or sources, or if the sizes differ.
+    UserError: targets or sources are missing, or the sizes differ.
     """
-    _check_targets(images, targets)
+    check_targets("edit_reward", images, targets)
     images = images.float()
     targets, sources = targets.to(images), _first_sources(sources, images)
     if sources.shape != images.shape:
         raise UserError(
-            f"edit_reward compares images {list(images.shape)} with sources {list(sources.shape)}."
+            f"edit_reward compares images {list(images.shape)} with sources {list(sources.shape)}. "
+            "Give one source per image, of the same size."
         )
     change = ((targets - sources).abs().amax(1) > 0.02).float()  # where the two differ
-    idle = _mean_where(_likeness(sources, targets, blur), change)  # what doing nothing gets
+    idle = _mean_where(_likeness(sources, targets, blur), change)  # of the unchanged source
     reached = _mean_where(_likeness(images, targets, blur), change)
     changed = ((reached - idle) / (1 - idle).clamp(min=1e-3)).clamp(0, 1)
     changed = torch.where(change.sum((1, 2)) > 0, changed, 1.0)

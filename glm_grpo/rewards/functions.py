@@ -27,13 +27,13 @@ def named_functions(
     functions: list[str] | str | None,  # as in reward.functions
     taken: tuple[str, ...] = (),  # names that other rewards have
 ) -> dict[str, str]:  # name -> file.py:name or package.module:name
-    "The user's functions by their names. UserError: not written so, or a name that is taken."
+    "The user's functions by their names. UserError: a wrong form, or a name that is taken."
     texts = [functions] if isinstance(functions, str) else functions or []
     found = {}
     for text in texts:
         place, _, name = text.rpartition(":")
         if not place or not name.isidentifier():
-            raise UserError(f"reward.functions {text}: {FORM}")
+            raise UserError(f"reward.functions {text}: this names no function; {FORM}")
         if name in taken or name in found:
             raise UserError(
                 f"reward.functions {text}: there is a reward called {name} already. Rename the "
@@ -45,11 +45,11 @@ def named_functions(
 # %% ../../nbs/4_rewards/19_functions.ipynb #c1fc073
 def run_user_code(
     name: str,  # of the function, as the user wrote it
-    what: str,  # what fails if it raises, for the message
+    what: str,  # what failed if the code raises, for the message
     code: Callable,
     *arguments,
 ) -> Any:  # what it returns
-    "Call code of the user's. UserError: it raised, or changed torch for the whole program."
+    "Call the user's code. UserError: it raised an error, or changed torch for the whole program."
     try:
         with settings_kept() as calls:
             found = code(*arguments)
@@ -60,7 +60,7 @@ def run_user_code(
     if bad := harmful(calls):
         raise UserError(
             f"reward.functions {name}: its code calls {' and '.join(bad)}, which changes the whole "
-            "program. Take that out, or put it into a block such as `with torch.no_grad():`."
+            "program. Remove the call, or use a block such as `with torch.no_grad():`."
         )
     return found
 
@@ -72,7 +72,7 @@ def _load_module(
     if not place.endswith(".py"):
         return run_user_code(name, f"{place} cannot be loaded", _from_module, place)
     if not Path(place).is_file():
-        raise UserError(f"reward.functions {name}: there is no file {place}.")
+        raise UserError(f"reward.functions {name}: there is no file {place}. Fix the path.")
     return run_user_code(name, f"{place} cannot be loaded", _from_file, place)
 
 
@@ -86,21 +86,21 @@ def _from_file(place: str) -> ModuleType:
 def _from_module(place: str) -> ModuleType:
     folder = os.getcwd()
     if folder not in sys.path:
-        sys.path.append(folder)  # at the end: an installed package of that name wins
+        sys.path.append(folder)  # at the end: an installed package of that name is preferred
     return importlib.import_module(place)
 
 # %% ../../nbs/4_rewards/19_functions.ipynb #n011
 def load_function(
     name: str,  # file.py:function, or package.module:function (also in the current folder)
-) -> Callable:  # a class is made, once, without arguments
-    "Load a reward. UserError: no such file, module or function, or its code fails."
+) -> Callable:  # the function, or the object that the class makes
+    "Load a reward. UserError: no such file, module or function, or its code raises an error."
     place, _, attribute = name.rpartition(":")
     if not place or not attribute:
-        raise UserError(f"reward.functions {name}: {FORM}")
+        raise UserError(f"reward.functions {name}: this names no function; {FORM}")
     function = _find_function(name, _load_module(name, place), attribute)
     if not inspect.isclass(function):
         return function
-    return run_user_code(name, "it cannot be made", function)
+    return run_user_code(name, "its class cannot be made", function)
 
 
 def _find_function(name: str, module: ModuleType, attribute: str) -> Callable:
@@ -113,7 +113,7 @@ def _find_function(name: str, module: ModuleType, attribute: str) -> Callable:
             own.append(key)
     place = name.rpartition(":")[0]
     raise UserError(
-        f"reward.functions {name}: no function {attribute} in {place}. There are: "
+        f"reward.functions {name}: {place} has no function {attribute}. There are: "
         f"{', '.join(own) or 'none'}."
     )
 
@@ -122,7 +122,7 @@ def functions_of_others(
     named: list[str] | str | None,  # reward.functions of the run
     own: list[str] | str | None,  # of the command line and of --config
 ) -> dict[str, str]:  # as named -> the file that it would run, or the module
-    "Functions that only the run's own configuration names."
+    "The functions that only the run's own configuration names."
     trusted = [_place(text) for text in named_functions(own).values()]
     found = {}
     for text in named_functions(named).values():

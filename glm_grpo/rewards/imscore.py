@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..data.basics import UserError
 from ..model.loading import pick_device, pick_dtype, quiet
+from .calling import check_targets
 from glm_grpo.rewards.model_files import (
     ELSEWHERE,
     class_of,
@@ -26,7 +27,7 @@ from glm_grpo.rewards.model_files import (
 
 # %% ../../nbs/4_rewards/12_imscore.ipynb #n008
 class Imscore(PromptJudge):
-    "A scorer of the package imscore: `score(pixels, prompts)`. Subclasses name its class."
+    "A scorer of the package imscore: `score(pixels, prompts)`. A subclass names its class."
 
     name: str
     where: tuple[str, str]  # module and class
@@ -37,11 +38,11 @@ class Imscore(PromptJudge):
         model: str | Path,  # folder or hub id, in imscore's layout
         device: str | None = None,  # None: CUDA if there is one, else MPS, else the CPU
         dtype: str | torch.dtype | None = None,  # of the weights; None: as saved
-        # True: fetch what is missing from the hub, also the parts that imscore needs
+        # True: download what is missing from the hub, including the parts that imscore needs
         download: bool = False,
         batch_size: int = 8,  # images at a time
     ):
-        "Raises UserError: package, folder or weights missing, or the package does not fit."
+        "UserError: package, folder or weights are missing, or the package does not fit."
         scorer = class_of("imscore", *self.where, "pip install imscore==0.0.11")
         folder = find_model(model, download)
         self.batch_size, self.device = batch_size, pick_device(device)
@@ -52,12 +53,12 @@ class Imscore(PromptJudge):
             self.model = loaded.eval().requires_grad_(False).to(self.device, **to)
             with torch.inference_mode():
                 self._judge(torch.full((1, 3, 64, 64), 0.5), ["a grey image"])
-        # whatever foreign code raises here, the scorer does not run in this environment
+        # whatever the package's code raises here, the scorer does not run in this environment
         except Exception as e:
             raise UserError(
                 f"{self.name}: imscore {package_version('imscore')} cannot run {model} beside "
                 f"transformers {package_version('transformers')} and torch {torch.__version__} "
-                f"({first_line(e)}). If parts of it are still on the hub, give download=True "
+                f"({first_line(e)}). If parts of it must still be downloaded, set download=True "
                 f"once; otherwise, with transformers 4.53, {ELSEWHERE}"
             ) from e
 
@@ -69,7 +70,7 @@ class Imscore(PromptJudge):
 
 # %% ../../nbs/4_rewards/12_imscore.ipynb #n009
 _OLD_TRANSFORMERS = (
-    "imscore==0.0.11 beside transformers 4.53: a separate environment, "
+    "imscore==0.0.11 with transformers 4.53 in a separate environment, "
     "used over HTTP (RemoteReward of glm_grpo.rewards.remote)"
 )
 
@@ -87,7 +88,7 @@ class HPSv2(Imscore):
 class HPSv3(Imscore):
     """HPSv3 (2508.03789) through imscore, about -5 to 15.
 
-    The mean of a score by Qwen2-VL-7B. imscore 0.0.11 needs transformers 4 for it.
+    The mean of a distribution of scores by Qwen2-VL-7B. imscore 0.0.11 needs transformers 4 for it.
     """
 
     name, where = "hpsv3", ("imscore.hpsv3.model", "HPSv3")
@@ -112,7 +113,8 @@ def _trunk_weights(file: Path, net: str, wanted) -> dict[str, Tensor]:
         published = "features." + name.split(".", 1)[1]
         if published not in state:
             raise UserError(
-                f"{file}: is not torchvision's {net} trunk; it has no {published}. Fetch it again."
+                f"{file}: is not torchvision's {net} trunk; it has no {published}. "
+                "Download it again."
             )
         weights[name] = state[published]
     return weights
@@ -121,8 +123,8 @@ def _trunk_weights(file: Path, net: str, wanted) -> dict[str, Tensor]:
 class PublishedLPIPS:
     """Minus the LPIPS distance to the target (1801.03924, equation 1) by the package `lpips`.
 
-    With torchvision's trunk; 0 is the same image, -1 very far. Raises UserError: package, folder
-    or file missing, the file is not that trunk, or there are no targets.
+    With torchvision's trunk; 0 is the same image, -1 very far. UserError: package, folder or file
+    are missing, the file is not that trunk, or there are no targets of the same size.
     """
 
     name = "lpips_published"
@@ -138,17 +140,19 @@ class PublishedLPIPS:
 
     def __init__(
         self,
-        model: str | Path,  # folder that holds the trunk's file (see `files`)
+        model: str | Path,  # folder with the trunk's file (see `files`)
         net: str = "alex",  # "alex", "vgg" or "squeeze"
         device: str | None = None,  # None: CUDA if there is one, else MPS, else the CPU
         batch_size: int = 16,  # images at a time
     ):
         if net not in self.files:
-            raise UserError(f"net '{net}': take {', '.join(self.files)}.")
+            raise UserError(
+                f"lpips_published has no net {net!r}. Choose one of: {', '.join(self.files)}."
+            )
         file = Path(model) / self.files[net]
         if not file.is_file():
             raise UserError(
-                f"{file}: no such file. Fetch it from "
+                f"{file}: no such file. Download it from "
                 f"https://download.pytorch.org/models/{file.name} and give its folder."
             )
         install = "pip install lpips, and the torchvision that fits torch"
@@ -168,9 +172,5 @@ class PublishedLPIPS:
         targets: Tensor,  # of the same shape
     ) -> Tensor:  # [N] float32 on the CPU
         "A reward for each image."
-        if targets is None:
-            raise UserError(
-                "lpips_published compares with target images, and there are none. "
-                "Give data.target_images_dir, or choose a reward that needs no target."
-            )
+        check_targets(self.name, images, targets)
         return in_batches(self._judge, self.batch_size, images, targets)

@@ -19,11 +19,11 @@ from torch import Tensor
 
 from ..data.basics import UserError
 from ..data.files import atomic_write, bundled
-from .perception import check_pair, in_parts
+from .perception import TargetReward
 
 # %% ../../nbs/4_rewards/08_lpips.ipynb #c030
 class _ArraysOnly(pickle.Unpickler):
-    "Builds dicts of numpy arrays. Raises UserError: the pickle asks for any other name."
+    "Builds dicts of numpy arrays. UserError: the pickle asks for any other name."
 
     reconstruct = np.empty(0).__reduce__()[0]
     known = {
@@ -36,8 +36,8 @@ class _ArraysOnly(pickle.Unpickler):
     def find_class(self, module, name):
         if (module, name) not in self.known:
             raise UserError(
-                f"The pickle asks for {module}.{name}; only numpy arrays are read from one. "
-                "Do not use this file."
+                f"The pickle asks for {module}.{name}, and only numpy arrays are read from a "
+                "pickle. Do not use this file."
             )
         return self.known[module, name]
 
@@ -68,11 +68,11 @@ def _from_jax(arrays: dict) -> dict[str, Tensor]:
 def read_lpips_weights(
     path: str | Path,  # the safetensors file, or the archive
 ) -> dict[str, Tensor]:
-    "The weights of either file. Raises UserError: it is missing, damaged or changed."
+    "The weights of either file. UserError: the file is missing, damaged or changed."
     path = bundled(path)
     if not path.is_file():
         raise UserError(
-            f"{path}: no such file; the reward lpips has its weights from it. {_GET_WEIGHTS}"
+            f"{path}: no such file. The reward lpips reads its weights from it. {_GET_WEIGHTS}"
         )
     content = path.read_bytes()
     checksum = hashlib.sha256(content).hexdigest()
@@ -95,7 +95,7 @@ def convert_lpips(
 ) -> None:
     """AlexNet (in half precision) and the heads, from the archive into a file without a pickle.
 
-    Raises UserError: the archive is missing, damaged or changed.
+    UserError: the archive is missing, damaged or changed.
     """
     import safetensors.torch
 
@@ -110,14 +110,14 @@ def convert_lpips(
 _STRIDE_AND_PADDING = ((4, 2), (1, 2), (1, 1), (1, 1), (1, 1))
 
 
-class LPIPS:
+class LPIPS(TargetReward):
     """Minus the learned perceptual distance to the target; 1801.03924, version 0.1, AlexNet.
 
-    0 is best, about -1 the worst. Differentiable; the weights are frozen. Raises UserError: no
-    targets, other sizes, a side below 31 pixels; weights missing, damaged or changed.
+    0 is best, about -1 the worst. Differentiable; the weights are frozen. UserError: weights are
+    missing, damaged or changed; no targets, another size, or a side below 31 pixels.
     """
 
-    name = "lpips"
+    name, least = "lpips", 31
 
     def __init__(
         self,
@@ -142,20 +142,11 @@ class LPIPS:
             layers.append(x / length)
         return layers
 
-    def _distance(self, images: Tensor, targets: Tensor) -> Tensor:
+    def _compare(self, images: Tensor, targets: Tensor) -> Tensor:
+        self.weights = {name: w.to(images.device) for name, w in self.weights.items()}
         distance = 0
         pairs = zip(self._features(images), self._features(targets))
         for i, (one, other) in enumerate(pairs):
             squares = (one - other).pow(2).mean((2, 3))  # [N, C]
             distance = distance + squares @ self.weights[f"head.{i}"]
-        return distance
-
-    def __call__(
-        self,
-        images: Tensor,  # [N, 3, H, W] in [0, 1]
-        targets: Tensor,  # of the same shape
-    ) -> Tensor:  # [N] float32
-        "A reward for each image."
-        images, targets = check_pair(self.name, images, targets, 31)
-        self.weights = {name: w.to(images.device) for name, w in self.weights.items()}
-        return -in_parts(self._distance, images, targets)
+        return -distance

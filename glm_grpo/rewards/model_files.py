@@ -26,7 +26,7 @@ _SMALL_FILES = ["*.json", "*.txt", "*.model", "*.jinja"]  # configuration, token
 
 
 def _hub_folder(model: str, download: bool, weights: bool) -> Path:
-    "The folder of a hub id in the local cache. Raises UserError: it is not there."
+    "The folder of a hub id in the local cache. UserError: it is not there."
     from huggingface_hub import snapshot_download
 
     wanted = _SMALL_FILES + ["*.safetensors"] * weights
@@ -35,32 +35,35 @@ def _hub_folder(model: str, download: bool, weights: bool) -> Path:
     except OSError as e:
         if download:
             why = str(e).splitlines()[0]
-            raise UserError(f"{model}: could not be fetched from the hub ({why}).") from e
+            raise UserError(
+                f"{model}: cannot be downloaded from the hub ({why}). Check the id and the "
+                "network, or give a folder."
+            ) from e
         raise UserError(
-            f"{model}: no such folder, and no model of that name was fetched to this machine. "
-            f"Fetch it once with: hf download {model} (or give download=True)."
+            f"{model}: no such folder, and this model is not in the hub's cache on this machine. "
+            f"Download it once with: hf download {model} (or set download=True)."
         ) from e
 
 
 def find_model(
     model: str | Path,  # a folder, or a hub id such as "openai/clip-vit-base-patch32"
-    download: bool = False,  # True: fetch a hub id that is not on this machine
-    weights: bool = True,  # False: only the small files (processor, tokenizer) are wanted
+    download: bool = False,  # True: download a hub id that is not on this machine
+    weights: bool = True,  # False: only the small files (processor, tokenizer) are needed
 ) -> Path:  # a folder on this machine
-    "The folder that holds a model's files. Raises UserError with the command that fetches them."
+    "The folder with a model's files. UserError: it is missing; names the command to download it."
     here = Path(model)
-    # data/x is meant as a folder if there is a folder data
+    # data/x is read as a path if there is a folder data
     is_path = here.exists() or here.parent.is_dir() or not re.fullmatch(_HUB_ID, str(model))
     if is_path and not here.is_dir():
         raise UserError(
             f"{model}: no such folder. "
-            "Give the folder of a model in transformers' layout, or its hub id."
+            "Give the folder of a model in the layout of transformers, or its hub id."
         )
     folder = here if is_path else _hub_folder(str(model), download, weights)
     if weights and not any(folder.glob("*.safetensors")):
         raise UserError(
-            f"{model}: holds no *.safetensors, and other weight files are not read. "
-            "Give the folder of a model, with its weights as safetensors."
+            f"{model}: contains no *.safetensors, and other weight files are not read. "
+            "Give the folder of a model with its weights as safetensors."
         )
     return folder
 
@@ -71,10 +74,11 @@ def load_frozen(
     dtype: torch.dtype,
     device: torch.device | str,
 ) -> torch.nn.Module:
-    "A model in inference mode, without gradients. Raises UserError: weights are missing."
+    "A model in inference mode, without gradients. UserError: weights are missing."
     if not (folder / "config.json").is_file():
         raise UserError(
-            f"{folder}: holds no config.json. Give the folder of a model in transformers' layout."
+            f"{folder}: contains no config.json. "
+            "Give the folder of a model in the layout of transformers."
         )
     local_only = {"local_files_only": True, "use_safetensors": True}
     with quiet():
@@ -83,37 +87,38 @@ def load_frozen(
         )
     if missing := sorted(info["missing_keys"]):
         raise UserError(
-            f"{folder}: {len(missing)} weights of {type(model).__name__} are not in the file, "
-            f"{missing[0]} for one. Give the complete model."
+            f"{folder}: {len(missing)} weights of {type(model).__name__} are not in its files, "
+            f"for example {missing[0]}. Give the complete model."
         )
     return model.eval().requires_grad_(False).to(device)
 
 # %% ../../nbs/4_rewards/09_model_files.ipynb #n014
 def load_processor(folder: Path, **options):
-    "The processor of a model. Raises UserError: there is none, or it needs torchvision."
+    "The processor of a model. UserError: there is none, or it needs torchvision."
     from transformers import AutoProcessor
 
     try:
         return AutoProcessor.from_pretrained(folder, local_files_only=True, **options)
     except ImportError as e:
         raise UserError(
-            f"{folder}: its processor wants torchvision, which is not installed. "
-            f"Install the torchvision that fits torch {torch.__version__}."
+            f"{folder}: its processor needs torchvision, which is not installed (processors that "
+            f"also prepare video do). Install the torchvision that fits torch {torch.__version__}, "
+            "or choose a model for images only, such as LLaVA 1.5."
         ) from e
     except (OSError, ValueError) as e:
         why = str(e).strip().splitlines()[0]
         raise UserError(
             f"{folder}: its processor cannot be read ({why}). "
-            "Fetch the model's preprocessor and tokenizer files too."
+            "Add the model's preprocessor and tokenizer files to the folder."
         ) from e
 
 # %% ../../nbs/4_rewards/09_model_files.ipynb #n017
 def in_batches(
-    judge: Callable[..., Tensor],  # slices of the inputs -> [n]
+    judge: Callable[..., Tensor],  # a batch of each input -> [n]
     size: int,  # rows at a time
     *inputs,  # tensors or lists of N rows
 ) -> Tensor:  # [N] float32 on the CPU
-    "Score a few rows at a time, in inference mode."
+    "Score the rows in batches, in inference mode."
     values = []
     with torch.inference_mode():
         for start in range(0, len(inputs[0]), size):
@@ -123,7 +128,7 @@ def in_batches(
 
 
 class PromptJudge:
-    "A reward of images and their prompts. A subclass scores a few rows with `_judge`."
+    "A reward of images and their prompts. A subclass scores one batch with `_judge`."
 
     batch_size: int  # images at a time
 
@@ -137,7 +142,7 @@ class PromptJudge:
 
 # %% ../../nbs/4_rewards/09_model_files.ipynb #n020
 ELSEWHERE = (
-    "run the scorer in an environment of its own and use it over HTTP "
+    "run the scorer in a separate environment and use it over HTTP "
     "(RemoteReward of glm_grpo.rewards.remote)."
 )
 
@@ -161,7 +166,7 @@ def class_of(
     name: str,  # of the class
     install: str,  # how the package is installed
 ) -> type:
-    "A class of an optional package. Raises UserError: it is missing, or does not fit here."
+    "A class of an optional package. UserError: the package is missing or does not fit here."
     try:
         return getattr(importlib.import_module(module), name)
     except ModuleNotFoundError as e:
@@ -182,7 +187,7 @@ def class_of(
 
 @contextlib.contextmanager
 def hub_offline(unless: bool):
-    "huggingface_hub stays offline inside, unless downloads are wanted."
+    "A context in which huggingface_hub is offline, unless downloads are wanted."
     from huggingface_hub import constants
 
     was = constants.HF_HUB_OFFLINE

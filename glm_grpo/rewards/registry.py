@@ -26,7 +26,7 @@ class Brought:
     functions: dict[str, str] = field(default_factory=dict)  # name -> file.py:name
     models: dict[str, str] = field(default_factory=dict)  # metric -> folder or hub id
     remote: dict[str, str] = field(default_factory=dict)  # name -> URL
-    drawings: str = "data/drawings"  # folder of the drawings that the scene checks know
+    drawings: str = "data/drawings"  # folder of the drawings that the scene checks search for
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Metric:
 
     @property
     def brings_weights(self) -> bool:
-        "True: no package contains its weights, so the user provides them."
+        "True if no package contains its weights, so that the user provides them."
         return self.make is None
 
 # %% ../../nbs/4_rewards/20_registry.ipynb #n008
@@ -54,14 +54,14 @@ def _six_tasks(brought):
 
 SCENE_METRICS = {
     "scene": Metric(
-        measures="objects, colour, place and count are as in the prompt",
+        measures="objects, ground, place and count are as in the prompt",
         range="0 or 1",
         needs="prompts of data/t2i",
         source="GenEval in small, arXiv 2310.11513; rewards.scene_checks",
         make=lambda brought: SceneCheck(brought.drawings),
     ),
     "detail": Metric(
-        measures="how cleanly it is drawn, whatever it shows",
+        measures="how cleanly the image is drawn, whatever it shows",
         range="0 to 1",
         needs="images of the little world",
         source="rewards.scene_checks",
@@ -99,7 +99,7 @@ TEXT_METRICS = {
         make=lambda brought: SignReader(soft=True),
     ),
     "text": Metric(
-        measures="the text in the image against the quoted text: 1 - edit distance",
+        measures="the text in the image compared with the quoted text: 1 - edit distance",
         range="0 to 1",
         needs="text in quotes in the prompt; the extra [rewards]",
         source="PP-OCR; rewards.text",
@@ -219,7 +219,7 @@ BROUGHT_METRICS = {
     "aesthetic": Metric(
         measures="LAION's aesthetic predictor",
         range="about 1 to 10",
-        needs="reward.models.aesthetic; no package carries its weights",
+        needs="reward.models.aesthetic",
         source="LAION 2022; rewards.aesthetic",
     ),
     "lpips_published": Metric(
@@ -229,7 +229,7 @@ BROUGHT_METRICS = {
         source="arXiv 1801.03924; rewards.imscore",
     ),
     "vlm": Metric(
-        measures="a vision-language model's yes to: does the image show the prompt?",
+        measures="probability of a vision-language model's yes: does the image show the prompt?",
         range="0 to 1",
         needs="reward.models.vlm",
         source="VQAScore, arXiv 2404.01291; rewards.judges",
@@ -262,7 +262,7 @@ def _make_judge(name: str, brought: Brought) -> Callable:
 
     if name not in brought.models:
         raise UserError(
-            f"{name}: no package carries its weights. Bring them: reward.models.{name}=FOLDER "
+            f"{name}: no package contains its weights. Set reward.models.{name}=FOLDER "
             "(or a hub id)."
         )
     return make_judge(name, brought.models[name])

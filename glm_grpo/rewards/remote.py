@@ -29,11 +29,11 @@ from glm_grpo.rewards.remote_protocol import (
 
 # %% ../../nbs/4_rewards/18_remote.ipynb #n007
 class RemoteError(OSError):
-    "A remote reward gave no usable answer. The message names the address, the reason and the fix."
+    "A remote reward returned no usable answer. The message names address, reason and fix."
 
 
 class TemporaryError(RemoteError):
-    "A temporary failure: worth a retry."
+    "A temporary failure: a retry may help."
 
 
 def _split_url(url: str) -> SplitResult:
@@ -48,7 +48,7 @@ def _split_url(url: str) -> SplitResult:
         raise UserError(
             "The address of a remote reward is written like http://127.0.0.1:8000 or "
             f"https://scorer.example/path, not {url!r}. "
-            f"A token goes into the environment variable {TOKEN}."
+            f"Put a token into the environment variable {TOKEN}."
         )
     return parts
 
@@ -75,7 +75,7 @@ class Endpoint:
         method: str,  # GET or POST
         path: str,  # below the address
         body: bytes | None,
-        timeout: float,  # seconds until the whole answer must be there
+        timeout: float,  # seconds within which the whole answer must arrive
     ) -> tuple[int, bytes]:  # status, body of the answer
         "One request over its own connection. Follows no redirect and uses no proxy."
         is_https = self.parts.scheme == "https"
@@ -104,7 +104,7 @@ class Endpoint:
                 raise TimeoutError
         wanted = response.getheader("Content-Length", "")
         if wanted.isdecimal() and len(data) < int(wanted):
-            raise http.client.HTTPException(f"{len(data)} of {wanted} bytes came")
+            raise http.client.HTTPException(f"{len(data)} of {wanted} bytes arrived")
         return data
 
 # %% ../../nbs/4_rewards/18_remote.ipynb #n013
@@ -114,8 +114,9 @@ class RemoteReward:
     Called as a reward: `remote(images [N, 3, H, W] in [0, 1], prompts, targets, sources,
     metadata) -> [N]` float32, NaN where the server sends null; the range is the server's. Images
     are sent as 8-bit PNG, with only the inputs that the server wants. The constructor queries the
-    server (UserError if it does not answer); calls raise RemoteError. A token is read from the
-    environment variable GLM_GRPO_TOKEN. The protocol is in 4_rewards/16_remote_protocol.
+    server (UserError if it does not answer); calls raise RemoteError. Every server receives the
+    token in the environment variable GLM_GRPO_TOKEN, if it is set. None of the server's code runs
+    here. The protocol is in 4_rewards/16_remote_protocol.
     """
 
     pause = 0.5  # seconds before the first retry, then twice as long each time
@@ -132,8 +133,8 @@ class RemoteReward:
         if not (timeout > 0 and retries >= 0 and batch_size >= 1 and parallel >= 1):
             raise UserError(
                 f"RemoteReward {url}: timeout {timeout}, retries {retries}, batch_size "
-                f"{batch_size}, parallel {parallel}: want timeout above 0, retries 0 or more, "
-                "the others 1 or more."
+                f"{batch_size}, parallel {parallel}: set timeout above 0, retries to 0 or more, "
+                "and the others to 1 or more."
             )
         self.endpoint = Endpoint(url)
         self.url, self.timeout, self.retries = self.endpoint.url, timeout, retries
@@ -185,8 +186,8 @@ def check(self) -> None:
     is_ours = isinstance(name, str) and isinstance(wants, list)
     if answer.get("version") != VERSION or not is_ours:
         raise UserError(
-            f"{self.url}/health does not answer as a reward server of version {VERSION} does, "
-            f"but with {str(answer)[:200]}. Fix the address, or the server "
+            f"{self.url}/health is not a reward server of version {VERSION}; it answered "
+            f"{str(answer)[:200]}. Fix the address, or the server "
             "(protocol: notebook 4_rewards/16_remote_protocol)."
         )
     for wish in wants:
@@ -234,7 +235,7 @@ def _ask_once(self, method, path, body):
     answer = _read_object(data)
     if status == 200:
         if answer is None:
-            reason = f"answered with no JSON object but {data[:60]!r}"
+            reason = f"answered with {data[:60]!r}, which is no JSON object"
             raise self.endpoint.error(reason, "Is this the address of a reward server?")
         return answer
     told = data[:60] if answer is None else answer.get("error")
@@ -244,7 +245,7 @@ def _ask_once(self, method, path, body):
         413: f"Lower batch_size (now {self.batch_size}).",
     }
     reason = f"answered with status {status}: {str(told)[:500]}"
-    fix = fixes.get(status, "See what the server itself printed.")
+    fix = fixes.get(status, "Read the server's own output.")
     may_pass = status >= 500 or status in (408, 429)
     raise self.endpoint.error(reason, fix, TemporaryError if may_pass else RemoteError)
 
@@ -254,15 +255,15 @@ def _explain(self, error):
     "What happened to a connection, and the fix."
     if isinstance(error, TimeoutError):
         fix = f"Raise timeout, or lower batch_size (now {self.batch_size})."
-        return f"gave no answer within {self.timeout:g} s", fix
+        return f"did not answer within {self.timeout:g} s", fix
     if isinstance(error, ConnectionRefusedError):
         start = "python -m glm_grpo.remote my_reward.py:redness --port 8000"
         reason = "refused the connection: no server listens there"
         return reason, f"Start the scorer ({start}), or fix the address."
     if isinstance(error, socket.gaierror):
-        return "cannot be found: there is no machine of this name", "Fix the address."
+        return "cannot be found: no machine has this name", "Fix the address."
     if isinstance(error, ssl.SSLError):
-        reason = f"does not speak https as it should ({error})"
+        reason = f"failed to make an https connection ({error})"
         return reason, "Fix its certificate, or the address."
-    reason = f"broke off ({type(error).__name__}: {str(error)[:100]})"
-    return reason, "See what the server itself printed."
+    reason = f"closed the connection ({type(error).__name__}: {str(error)[:100]})"
+    return reason, "Read the server's own output."

@@ -22,15 +22,15 @@ from ..data.scenes import GROUNDS, PLACES, SIDE, SIGN, Drawings, Scene, parse_pr
 class SceneCheck:
     """Detects what an image of the little world shows, and compares it with the prompt.
 
-    The idea of GenEval (2310.11513). Called as a reward: `check(images, prompts)` -> [N], 1 where
+    The idea of GenEval (2310.11513). Called as a reward: `check(images, prompts)` -> [N], 1 if
     everything that the prompt asks for is right, else 0.
     """
 
-    small = 32  # the check looks at 32 x 32 averages
+    small = 32  # the check works on 32 x 32 averages
     stride = 4  # pixels between places: half a cell
     accept = 0.55  # share of a drawing's own energy that it must explain
     near = 0.12  # distance in RGB (0 to sqrt 3) up to which a pixel has a ground's colour
-    clean = 0.012  # mean squared error that may stay unexplained
+    clean = 0.012  # mean squared error that may remain unexplained
     rounds = 5  # of the search: four objects at most, and one too many
 
     def __init__(
@@ -47,7 +47,7 @@ class SceneCheck:
         names: list,  # S names, as `look` returns them
         sprites: list[Image.Image],  # S drawings, RGBA, 64 x 64
     ) -> None:
-        "Set the drawings that are looked for."
+        "Set the drawings that the search uses."
         pixels = torch.stack([torch.from_numpy(np.array(sprite)) for sprite in sprites])
         rgba = pixels.permute(0, 3, 1, 2).float() / 255
         pool = SIDE // self.small
@@ -73,7 +73,7 @@ def _ground(self, x):
 
 @patch_to(SceneCheck)
 def _take_sign(self, x, left):
-    "Whether there is a white plate, letters or not [N]; it is explained, so 0 in `left`."
+    "Whether there is a white plate, with or without letters [N]. Its pixels in `left` become 0."
     x0, y0, x1, y1 = (side * self.small // SIDE for side in SIGN)
     white = (x[:, :, y0:y1, x0:x1] - 1).abs().mean(1) < 0.15
     sign = white.float().mean((1, 2)) > 0.35
@@ -83,7 +83,7 @@ def _take_sign(self, x, left):
 # %% ../../nbs/4_rewards/03_scene_checks.ipynb #c016
 @patch_to(SceneCheck)
 def _best_match(self, left, effect, energy):
-    "The drawing that explains most of `left`: its gain, spot and sprite, [N] each."
+    "The drawing that explains most of `left`: its gain, and the indices of spot and sprite, [N]."
     k = self.window
     windows = [left[:, :, y : y + k, x : x + k] for x, y in self.spots]
     windows = torch.stack(windows, 1).flatten(2)  # [N, P, 768]
@@ -95,7 +95,7 @@ def _best_match(self, left, effect, energy):
 
 @patch_to(SceneCheck)
 def _explain(self, left, ground):
-    "Find drawings one by one; what they explain is subtracted from `left` [N, 3, 32, 32]."
+    "Find drawings one by one, and subtract each from `left` [N, 3, 32, 32]."
     k = self.window
     # what each drawing changes: [N, S, 3, 16, 16]
     effect = self.colour[None] - self.alpha[None] * ground[:, None, :, None, None]
@@ -159,7 +159,7 @@ def judge(
     seen: dict,  # one of `look`
     scene: Scene,
 ) -> dict[str, bool]:  # ground, objects, count, place, sign, clean
-    "Each part of the prompt against what is seen."
+    "Each part of the prompt, compared with the detected scene."
     objects = seen["objects"]
     names = [name for name, _ in objects]
     return {
@@ -174,7 +174,7 @@ def judge(
 # %% ../../nbs/4_rewards/03_scene_checks.ipynb #c024
 @patch_to(SceneCheck)
 def parse(self, prompt: str) -> Scene:
-    "The scene that a prompt asks for. UserError: it is not in the language of `scenes`."
+    "The scene that a prompt asks for. UserError: the prompt is not in the language of `scenes`."
     return parse_prompt(prompt, self.drawings.objects)
 
 
@@ -184,7 +184,7 @@ def parts(
     images: Tensor,  # [N, 3, H, W] in [0, 1]
     prompts: list[str],  # N texts
 ) -> list[dict]:  # of bools, see `judge`
-    "The answers part by part. UserError as `parse`."
+    "The answers, part by part. UserError: see `parse`."
     scenes = [self.parse(prompt) for prompt in prompts]
     return [self.judge(seen, scene) for seen, scene in zip(self.look(images), scenes)]
 
@@ -195,15 +195,15 @@ def __call__(
     images: Tensor,  # [N, 3, H, W] in [0, 1]
     prompts: list[str],  # N texts
 ) -> Tensor:  # [N] float32: 1 or 0
-    "1 where all parts are right. UserError as `parse`."
+    "1 if all parts are right, else 0. UserError: see `parse`."
     return torch.tensor([float(all(p.values())) for p in self.parts(images, prompts)])
 
 # %% ../../nbs/4_rewards/03_scene_checks.ipynb #c036
 class EditCheck(SceneCheck):
     """The scene check on an edited image, against the target's own prompt.
 
-    Called as a reward: `check(images, metadata)` -> [N], 1 or 0. Each metadata is a dict with
-    "scene", as `write_edits` leaves it. UserError without it.
+    Called as a reward: `check(images, metadata)` -> [N], 1 or 0. Each item of `metadata` is a dict
+    with "scene", as `write_edits` writes it. UserError: "scene" is missing.
     """
 
     def __call__(
@@ -213,8 +213,8 @@ class EditCheck(SceneCheck):
     ) -> Tensor:  # [N] float32: 1 or 0
         if metadata is None or not all("scene" in each for each in metadata):
             raise UserError(
-                "The edit check reads the target's prompt from metadata['scene'], which is "
-                'missing. Use data/i2i, or write {"metadata": {"scene": ...}} into each line of '
+                "The edit check reads the target's prompt from metadata['scene'], and it is "
+                'missing. Use data/i2i, or add "metadata": {"scene": "..."} to each line of '
                 "prompts.jsonl."
             )
         return super().__call__(images, [each["scene"] for each in metadata])
@@ -227,7 +227,7 @@ class DetailCheck(SceneCheck):
     `check(images)` -> [N].
     """
 
-    scale = 0.003  # mean squared error that counts 1/e
+    scale = 0.003  # mean squared error at which the reward is 1/e
 
     def __call__(
         self,

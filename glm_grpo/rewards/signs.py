@@ -35,7 +35,7 @@ def sign_cells(
     left, top, right, bottom = SIGN
     sign = x[:, :, top:bottom, left:right]
     white = (F.avg_pool2d(sign, 4) - 1).abs().mean(1) < 0.15
-    plate = white.float().mean((1, 2)) > 0.35  # as the scene check sees it
+    plate = white.float().mean((1, 2)) > 0.35  # the rule of the scene check
     return torch.stack(sign.mean(1).split(32, -1), 1), plate
 
 # %% ../../nbs/4_rewards/04_signs.ipynb #c010
@@ -44,14 +44,14 @@ class SignReader:
 
     Called as a reward: `reader(images, prompts)` -> [N] in [0, 1], the share of right characters.
     With `soft`: how clearly they are written, -0.05 to about 0.75, denser for training. A prompt
-    without a quoted word gets 1 if there is no sign, else 0. Where metadata has a "scene" (edits),
-    the word is taken from there.
+    without a quoted word gets 1 if there is no sign, else 0. If the metadata have a "scene"
+    (edits), the word is taken from it.
     """
 
     shift = 2  # pixels by which a character may be out of place
-    least = 0.5  # correlation below which a cell is not read at all
-    # of the soft score, a softmax of correlations. A lower one is flat where letters are
-    # still far off, and gives no signal there
+    least = 0.5  # correlation below which a cell is not read
+    # of the soft score, a softmax of correlations. With a lower temperature the score is flat
+    # for letters that are still far off, and gives no signal there
     temperature = 0.08
 
     def __init__(
@@ -88,7 +88,7 @@ class SignReader:
     def read(
         self,
         images: Tensor,  # [N, 3, H, W] in [0, 1]
-    ) -> list[str]:  # N texts: "" without a sign, ? for a cell that shows no character
+    ) -> list[str]:  # N texts: "" if there is no sign, ? for a cell that shows no character
         "The texts of the signs."
         best, at = self.match(images).max(-1)
         plates = sign_cells(images)[1].tolist()
@@ -101,7 +101,7 @@ class SignReader:
 # %% ../../nbs/4_rewards/04_signs.ipynb #c013
 @patch_to(SignReader)
 def _wanted_words(self, prompts, metadata):
-    "The quoted word of each prompt, or of the scene in its metadata; empty where none is."
+    "The quoted word of each prompt, or of the scene in its metadata; empty if there is none."
     words = []
     for prompt, data in zip(prompts, metadata or [None] * len(prompts)):
         quoted = re.search(r'"([^"]*)"', (data or {}).get("scene", prompt))
@@ -109,8 +109,8 @@ def _wanted_words(self, prompts, metadata):
     for word in words:
         if word and (len(word) != 2 or set(word) - set(self.chars)):
             raise UserError(
-                f"The sign reader cannot judge the word {word!r}: it reads two characters out of "
-                f"{self.chars}. For other texts choose another reward."
+                f"The sign reader cannot judge the word {word!r}: it reads exactly two characters "
+                f"out of {self.chars}. For other texts use the reward text."
             )
     return words
 

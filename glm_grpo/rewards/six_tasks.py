@@ -35,7 +35,7 @@ def tint(
     sprite: Image.Image,  # RGBA
     colour: str,  # a key of PAINTS
 ) -> Image.Image:  # RGBA, of the same size and shape
-    "A drawing in one colour: its median lightness becomes the colour; light and shade stay."
+    "A drawing in one colour: its median lightness becomes the colour; light and shade remain."
     pixels = np.asarray(sprite).astype(np.float32) / 255
     lightness = pixels[..., :3] @ np.array([0.299, 0.587, 0.114], np.float32)
     opaque = pixels[..., 3] > 0.5
@@ -82,7 +82,7 @@ COUNT_WORDS = {count: word for word, count in COUNTS.items()}
 
 @dataclass(frozen=True)
 class SixScene:
-    "What a prompt of the six tasks asks for."
+    "The scene that a prompt of the six tasks asks for."
 
     names: tuple[str, ...]  # one name, or two
     ground: str  # a key of GROUNDS
@@ -104,7 +104,7 @@ class SixScene:
         return "two_object" if two else "single_object"
 
     def prompt(self) -> str:
-        "The text that asks for it; `parse_six` is its inverse."
+        "The text that asks for the scene; `parse_six` is the inverse."
         if self.count > 1:
             what = f"{COUNT_WORDS[self.count]} {plural(self.names[0])}"
         else:
@@ -116,7 +116,7 @@ class SixScene:
     def record(self) -> dict:
         """The line of a suite: prompt and metadata (tag, include, exclude as in GenEval; ground).
 
-        One object more than the prompt names is wrong in every task.
+        In every task, one object more than the prompt names is wrong.
         """
         include = []
         for name, colour in zip(self.names, self.colours):
@@ -150,7 +150,7 @@ def parse_six(
     match = _PROMPT.fullmatch(prompt.strip())
     if match is None:
         raise UserError(
-            f"The six-task check cannot read the prompt {prompt!r}. It knows prompts like "
+            f"The six-task check cannot read the prompt {prompt!r}. It reads prompts like "
             "'a cat on a red ground', 'three cats on a blue ground', 'a cat above a dog on a "
             "green ground' and 'a red crown and a green key on a blue ground'. "
             "For free prompts choose another reward."
@@ -163,13 +163,13 @@ def parse_six(
     for name in names:
         if name not in objects:
             raise UserError(
-                f"The six-task check does not know the object {name!r} of the prompt {prompt!r}. "
-                f"It knows: {', '.join(objects)}."
+                f"The six-task check has no object {name!r}, named in the prompt {prompt!r}. "
+                f"Its objects are: {', '.join(objects)}."
             )
     if len(set(names)) < len(names):
         raise UserError(
-            f"The six-task check needs two different objects, not {prompt!r}. "
-            f"Ask for 'two {plural(names[0])}'."
+            f"The prompt {prompt!r} names one object twice, and the six-task check needs two "
+            f"different objects. Write 'two {plural(names[0])}'."
         )
     colours = (match["colour1"], match["colour2"])
     relation = None if match["between"] == "and" else match["between"]
@@ -258,13 +258,11 @@ def sample_six_tasks(
 ) -> list[SixScene]:  # the six tasks in turn
     """A balanced sample of the six tasks.
 
-    A scene is repeated only if a task has no more of them: there are 80 single objects in all.
-    UserError: another split.
+    A scene is repeated only if a task has no further scenes: there are 80 single objects in all.
+    UserError: an unknown split.
     """
     if split not in ("heldout", "train"):
-        raise UserError(
-            f"There is no split {split!r} of the six tasks. Choose 'heldout' or 'train'."
-        )
+        raise UserError(f"The six tasks have no split {split!r}. Choose 'heldout' or 'train'.")
     rng = np.random.default_rng(seed)
     scenes, repeats = [], 0
     while len(scenes) < number:
@@ -280,8 +278,8 @@ def sample_six_tasks(
 class SixTaskCheck(SceneCheck):
     """GenEval's six tasks (2310.11513), read from the pixels of the world of drawings.
 
-    Called as a reward: `check(images [N, 3, H, W] in [0, 1], prompts) -> [N]`, 1 where everything
-    that the prompt asks for is right and nothing else is seen, else 0.
+    Called as a reward: `check(images [N, 3, H, W] in [0, 1], prompts) -> [N]`, 1 if everything
+    that the prompt asks for is right and nothing else is detected, else 0.
     """
 
     name = "six_tasks"
@@ -320,7 +318,7 @@ def judge(
     seen: dict,  # of one image, by `look`
     scene: SixScene,
 ) -> dict[str, bool]:  # ground, objects, count, colour, position, clean
-    "Each part of the prompt against what is seen."
+    "Each part of the prompt, compared with the detected scene."
     detections = []
     for (name, colour), cell in seen["objects"]:
         detections.append({"class": name, "box": _box(cell), "score": 1.0, "colour": colour})

@@ -29,7 +29,7 @@ def relative_position(
     """GenEval's rule (2310.11513, `relative_position` of its evaluation).
 
     The offset of the centres, less a tenth of the summed sizes, must be more than half of the
-    offset's length. A box on the diagonal can be both left of and above the other one.
+    offset's length. A box on the diagonal can be both left of the other one and above it.
     """
     a = np.asarray(a, float).reshape(2, 2)
     b = np.asarray(b, float).reshape(2, 2)
@@ -77,14 +77,14 @@ def _object_faults(want: dict, group: list[dict]) -> list[tuple[str, str]]:
 
 def _position_faults(
     want: dict,
-    group: list[dict] | None,  # what the clause found; None: not what it requires
-    other: list[dict] | None,  # the same of the earlier clause
+    group: list[dict] | None,  # detections of the clause; None: the clause has a fault
+    other: list[dict] | None,  # the same for the earlier clause
     other_name: str,
 ) -> list[tuple[str, str]]:
     "(part, reason) for a wrong position."
     relation = want["position"][0]
     if group is None or other is None:
-        return [("position", f"nothing that could be {relation} something")]
+        return [("position", f"cannot check {want['class']} {relation} {other_name}")]
     for a in group:
         for b in other:
             if relation not in relative_position(a["box"], b["box"]):
@@ -126,19 +126,19 @@ PARTS = ("count", "colour", "position", "exclude")  # of a verdict
 
 
 def geneval_verdict(
-    # clauses: class, count, perhaps color, perhaps position [relation, number of earlier clause]
+    # clauses: class, count, optionally color and position [relation, number of earlier clause]
     include: list[dict],
-    exclude: list[dict] | None,  # clauses (class, count): this many or more are wrong
+    exclude: list[dict] | None,  # clauses (class, count): so many or more are wrong
     # class, box (left, top, right, bottom), score in [0, 1], colour (if a color is required)
     detections: list[dict],
     counting: bool = False,  # the counting task requires higher scores
 ) -> dict:  # bools: right, count, colour, position, exclude; reasons: list of texts
     """GenEval's rules (2310.11513) on the detections of any detector.
 
-    Right if everything in `include` is there and nothing in `exclude`. UserError: a broken clause.
+    Right if every clause of `include` holds and none of `exclude`. UserError: a broken clause.
     """
     by_class = sure_detections(detections, counting)
-    faults, groups = [], []  # groups[i]: what clause i found, None if not what it requires
+    faults, groups = [], []  # groups[i]: detections of clause i, None if it has a fault
     for want in check_clauses(include, "include"):
         group = by_class.get(want["class"], [])[: want["count"]]
         found = _object_faults(want, group)
@@ -169,7 +169,7 @@ def _geneval_line(line: str, where: str) -> dict:
         if not isinstance(record, dict) or not record.get(key):
             raise UserError(
                 f"{where}: no {key!r}. "
-                "A line of GenEval has tag, include and prompt, and perhaps exclude."
+                "A line of GenEval has tag, include and prompt, and optionally exclude."
             )
     for key in ("include", "exclude"):
         try:
@@ -192,11 +192,11 @@ def _read_cvtg(path: Path) -> list[dict]:
         data = json.loads("\n".join(read_lines(path)))
     except json.JSONDecodeError as error:
         line = f"{path}, line {error.lineno}"
-        raise UserError(f"{line}: no valid JSON ({error.msg}). Fix it.") from None
+        raise UserError(f"{line}: no valid JSON ({error.msg}). Fix the line.") from None
     records = data.get("data_list") if isinstance(data, dict) else None
     if not isinstance(records, list) or not records:
         raise UserError(
-            f"{path}: no 'data_list'. The only .json files that are known are those of CVTG-2K; "
+            f"{path}: no 'data_list'. Only the .json files of CVTG-2K are supported; "
             "write other suites as .jsonl with one object per line."
         )
     suite = []
@@ -204,7 +204,7 @@ def _read_cvtg(path: Path) -> list[dict]:
         prompt = record.get("prompt") if isinstance(record, dict) else None
         if not isinstance(prompt, str) or not prompt.strip():
             where = f"{path}, data_list[{i}]"
-            raise UserError(f"{where}: no prompt. Give it a key 'prompt' with some text.")
+            raise UserError(f"{where}: no prompt. Add a key 'prompt' with a text.")
         metadata = {key: value for key, value in record.items() if key != "prompt"}
         suite.append({"prompt": prompt, "metadata": metadata | {"category": path.stem}})
     return suite
@@ -252,14 +252,14 @@ def load_suite(
 ) -> list[dict]:  # each with prompt and metadata
     """A prompt suite: ours, GenEval's, T2I-CompBench's or CVTG-2K's.
 
-    The metadata hold the file's other fields: GenEval's tag, include and exclude,
+    The metadata contain the file's other fields: GenEval's tag, include and exclude,
     T2I-CompBench's category, CVTG-2K's lists, source and target of an edit as paths.
     UserError names the file, the line and the fix.
     """
     path = bundled(Path(data) / SUITES[suite] if suite in SUITES else suite)
     if not path.is_file():
         raise UserError(
-            f"{path}: no such suite. There are {', '.join(SUITES)} (in the folder data), "
+            f"{path}: no such suite. Choose one of {', '.join(SUITES)} (in the folder data), "
             "or give a .txt, .jsonl or .json file."
         )
     if path.suffix == ".json":

@@ -24,7 +24,7 @@ from ..data.basics import UserError, patch_to
 
 # %% ../../nbs/4_rewards/06_text.ipynb #c005
 _LETTER = "[0-9A-Za-zÀ-ɏ]"
-# an apostrophe behind a letter opens no quote, and one between two letters closes none
+# an apostrophe after a letter opens no quote, and one between two letters closes none
 _SINGLE_QUOTED = rf"(?<!{_LETTER})'((?:[^']|(?<={_LETTER})'(?={_LETTER}))*)'(?!{_LETTER})"
 _QUOTED = re.compile(rf'{_SINGLE_QUOTED}|“([^“”]*)”|"([^"]*)"|「([^「」]*)」')
 
@@ -42,7 +42,7 @@ def quoted_texts(
 
 # %% ../../nbs/4_rewards/06_text.ipynb #n005
 def edit_distance(a: str, b: str) -> int:
-    "Levenshtein distance: the number of letters to insert, delete or replace. Row by row."
+    "Levenshtein distance: the number of letters to insert, delete or replace."
     row = list(range(len(b) + 1))
     for i, x in enumerate(a):
         above, row = row, [i + 1]
@@ -54,7 +54,7 @@ def edit_distance(a: str, b: str) -> int:
 
 # %% ../../nbs/4_rewards/06_text.ipynb #c012
 def _folded(text: str) -> str:
-    "Full-width letters become plain (NFKC), capitals small (casefold)."
+    "Full-width letters become plain (NFKC), capitals lower case (casefold)."
     return unicodedata.normalize("NFKC", text).casefold()
 
 
@@ -68,7 +68,7 @@ def _words(texts) -> Counter:
 
 
 def _orders(parts: list[str]):
-    "All orders of up to five parts; the given order of more."
+    "All orders of up to five parts; only the given order of more."
     return itertools.permutations(parts) if len(parts) <= 5 else [parts]
 
 
@@ -80,7 +80,7 @@ def text_score(
     """1 - edit distance / length of the longer text; or, with `exact`, the share of right words.
 
     The share of words is that of CVTG-2K (arXiv 2503.23461), but each read word counts once
-    and extra words lower it. A text that is right but for its spaces is right.
+    and extra words lower the share. A text whose only errors are spaces is right.
     """
     seen = _letters(read)
     score = 0.0
@@ -115,7 +115,7 @@ class TextLine(NamedTuple):
 
 
 def reading_order(lines: list[TextLine]) -> list[TextLine]:
-    "From top to bottom; from left to right where middles are less than half a height apart."
+    "From top to bottom; from left to right if the middles are less than half a height apart."
     rows: list[list[TextLine]] = []
     for line in sorted(lines, key=lambda line: line.middle):
         first = rows[-1][0] if rows else None
@@ -131,11 +131,11 @@ def reading_order(lines: list[TextLine]) -> list[TextLine]:
 class TextReader:
     """Reads text in images with rapidocr 3.10.0 (PP-OCRv6, weights inside the package), on the CPU.
 
-    May be used from several threads. Raises UserError: the package or its weights are missing.
+    May be used from several threads. UserError: the package or its weights are missing.
     """
 
     border = 64  # pixels of grey around a small image
-    small = 240  # longer side in pixels up to which an image is small
+    small = 240  # an image is small if its longer side has at most this many pixels
     models = {"Det": "PP-OCRv6_det_small.onnx", "Rec": "PP-OCRv6_rec_small.onnx"}
     options = {
         "Global.use_cls": False,
@@ -151,15 +151,15 @@ class TextReader:
             import rapidocr
         except ImportError as e:
             raise UserError(
-                f"Reading text needs the package {e.name}, which is missing. "
+                f"Reading text needs the package {e.name}, which is not installed. "
                 "Install it: pip install 'glm_grpo[rewards]'"
             ) from e
         folder = Path(rapidocr.__file__).parent / "models"
         for name in self.models.values():
             if not (folder / name).is_file():
                 raise UserError(
-                    f"The installed rapidocr has no {name} inside. "
-                    "Install the version that has it: pip install rapidocr==3.10.0"
+                    f"The installed rapidocr does not contain {name}. "
+                    "Install the version that contains it: pip install rapidocr==3.10.0"
                 )
         paths = {f"{part}.model_path": str(folder / name) for part, name in self.models.items()}
         self._engine = rapidocr.RapidOCR(params=self.options | paths)
@@ -183,9 +183,12 @@ def read(
     self,
     images: Tensor,  # [N, 3, H, W] in [0, 1]
 ) -> list[list[TextLine]]:  # N lists, each in reading order
-    "The lines of each image; the result of the last batch is kept. Raises UserError: shape."
+    "The lines of each image. The result of the last batch is cached. UserError: a wrong shape."
     if images.ndim != 4 or images.shape[1] != 3:
-        raise UserError(f"The text reader needs images [N, 3, H, W], not {list(images.shape)}.")
+        raise UserError(
+            f"The text reader needs images of shape [N, 3, H, W] and got {list(images.shape)}. "
+            "Pass a batch of RGB images."
+        )
     levels = (images.detach().float().cpu().clamp(0, 1) * 255).round().byte()
     pixels = levels.permute(0, 2, 3, 1).contiguous().numpy()
     key = pixels.shape, hashlib.sha256(pixels).digest()
@@ -205,8 +208,8 @@ class TextAccuracy:
     """Whether the quoted words of the prompt are written in the image: [0, 1], NaN without quotes.
 
     `text`: 1 - normalised edit distance, as in CVTG-2K (2503.23461) but over the whole text;
-    `text_exact`: share of whole words. See `text_score` and `quoted_texts`. Rewards without a
-    reader of their own share one. Raises UserError: the OCR package is missing.
+    `text_exact`: share of whole words. See `text_score` and `quoted_texts`. Rewards that are made
+    without a reader share one. UserError: the OCR package is missing.
     """
 
     def __init__(

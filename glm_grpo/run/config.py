@@ -172,7 +172,9 @@ class RewardConfig:
     remote: dict[str, str] | None = option(
         None,
         "rewards that another process computes, by a name of your choice: {hpsv3: "
-        "http://127.0.0.1:8000}; python -m glm_grpo.remote serves one; weights as for models",
+        "http://127.0.0.1:8000}; python -m glm_grpo.remote serves one; weights as for models; "
+        "needs no --trust_run_code: none of a server's code runs here, but it receives prompts, "
+        "images and GLM_GRPO_TOKEN",
     )
     time_limit: float = option(
         600.0,
