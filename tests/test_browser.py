@@ -113,6 +113,33 @@ def test_a_replayed_figure_moves_without_a_kernel(browser, shoot, tmp_path, at_p
     assert width_of_picture(figure) == 400
 
 
+def test_two_sliders_show_the_picture_of_both_positions(browser, shoot, tmp_path):
+    from PIL import Image
+
+    from glm_grpo.maths.frames import sliders
+
+    def rectangle(color, width):
+        return Image.new("RGB", (width, 200), color)
+
+    positions = {"color": ["red", "green", "blue"], "width": [200, 300]}
+    page = tmp_path / "figure.html"
+    page.write_text(sliders(positions, rectangle, (0, 0)).html)
+    browser.get(page.as_uri())
+    figure = browser.find_element(By.CLASS_NAME, "frames")
+    color, width = figure.find_elements(By.CSS_SELECTOR, "input[type=range]")
+    before = figure.find_element(By.TAG_NAME, "img").get_attribute("src")
+    color.send_keys(Keys.ARROW_RIGHT)
+    width.send_keys(Keys.ARROW_RIGHT)
+    wait(browser, lambda: width_of_picture(figure) == 300, "the wide picture")
+    green = figure.find_element(By.TAG_NAME, "img").get_attribute("src")
+    shown = [value.text for value in figure.find_elements(By.TAG_NAME, "output")]
+    assert shown == ["green", "300"]
+    width.send_keys(Keys.ARROW_LEFT)
+    color.send_keys(Keys.ARROW_LEFT)
+    wait(browser, lambda: width_of_picture(figure) == 200, "the first picture")
+    assert figure.find_element(By.TAG_NAME, "img").get_attribute("src") == before != green
+
+
 @pytest.mark.parametrize("width", [1280, 390])
 def test_a_page_of_the_site_fits_and_its_figure_moves(browser, shoot, tmp_path, width):
     for name in ("sphinx", "myst_nb", "furo", "latex2mathml"):

@@ -548,6 +548,18 @@ def test_sde_noise_level_0_is_the_euler_step(sde_type):
     assert torch.equal(last[0], X + (S[10] - S[9]) * V) and last[3] == 0
 
 
+@pytest.mark.parametrize("sde_type", SDE_TYPES)
+@pytest.mark.parametrize("shift", [1.0, 3.0])
+def test_sde_noise_level_0_is_the_step_of_the_scheduler(shift, sde_type):
+    diffusers = pytest.importorskip("diffusers")
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler(shift=shift)
+    scheduler.set_timesteps(8)
+    for i, timestep in enumerate(scheduler.timesteps):
+        wanted = scheduler.step(V, timestep, X).prev_sample
+        step = sde_step(V, X, scheduler.sigmas, i, noise_level=0, sde_type=sde_type)
+        assert torch.equal(step[0], wanted) and step[3] == 0 and not step[1].any()
+
+
 def flow_grpo(now, then, second, a):
     "As Flow-GRPO writes it."
     dt = then - now
@@ -685,7 +697,7 @@ def test_sde_other_refusals():
     nine = list(range(9))
     assert "at least 1" in refusal(choose_window, nine, 0)
     assert "first, random or sliding" in refusal(choose_window, nine, 3, "last")
-    assert "wants a key" in refusal(choose_window, nine, 3)
+    assert "needs a key" in refusal(choose_window, nine, 3)
     assert "no KL" in refusal(gaussian_kl, X, X, 0.0)
     assert "ref_mean of shape" in refusal(gaussian_kl, X, X[:1], 1.0)
     assert "ref_velocity of shape" in refusal(velocity_mse, V, V[:1])

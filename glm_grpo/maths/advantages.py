@@ -16,13 +16,13 @@ def equal_groups(
     rewards: Tensor,  # [B*G] float, the samples of a group beside each other
     group_size: int,  # G
 ) -> Tensor:  # [B] bool
-    "Which groups have rewards that are all equal, and so nothing to teach."
+    "Which groups have rewards that are all equal, and so teach nothing."
     grouped = rewards.reshape(-1, group_size)
     return grouped.amax(1) == grouped.amin(1)
 
 # %% ../../nbs/1_maths/02_advantages.ipynb #n026
 def _check_rewards(rewards: Tensor, group_size: int, scale: str):
-    "ValueError where the rewards are not whole groups of finite numbers."
+    "ValueError unless the rewards are whole groups of finite numbers."
     if scale not in ("group", "batch", "none"):
         raise ValueError(f"scale '{scale}': want group, batch or none")
     if group_size < 2:
@@ -80,7 +80,7 @@ def _part_advantages(
     std = (centred.pow(2).sum(1, keepdim=True) / degrees).sqrt()
     highest = torch.where(scored, grouped, -math.inf).amax(1)
     lowest = torch.where(scored, grouped, math.inf).amin(1)
-    equal = highest <= lowest  # exactly zero, whatever the rounding; also where none was scored
+    equal = highest <= lowest  # then exactly zero, without rounding; also where none was scored
     return (centred / (std + eps)).masked_fill(equal[:, None], 0.0).flatten()
 
 

@@ -31,8 +31,8 @@ def decision_loss(
     new_logprobs: Tensor,  # [N, T] with gradient; only cispo uses it
     advantages: Tensor,  # [N, 1] or [N, T]
     loss_type: str = "grpo",  # one of `LOSS_TYPES`
-    clip_range: float = 0.2,  # how far below 1 the ratio may count
-    # how far above 1 it may count, None: clip_range; for cispo the ceiling of the ratio itself
+    clip_range: float = 0.2,  # the ratio is clipped at 1 - clip_range
+    # the ratio is clipped at 1 + this; None: clip_range; cispo: the ceiling of the ratio itself
     clip_range_high: float | None = None,
     delta: float | None = None,  # bound of the ratio in the unclipped term
 ) -> tuple[Tensor, Tensor]:  # loss [N, T] or [N, 1]; clipped decisions, bool of the same shape
@@ -106,7 +106,7 @@ def kl_estimate(
 
 # %% ../../nbs/1_maths/03_loss.ipynb #n042
 def _check_options(loss_type, importance_sampling_level, beta, ref_logprobs, kl):
-    "ValueError: a name that does not exist, or a KL without a reference."
+    "ValueError: an unknown name, or a KL without a reference."
     if loss_type not in LOSS_TYPES:
         raise ValueError(f"loss_type '{loss_type}': want one of {' '.join(LOSS_TYPES)}")
     if importance_sampling_level not in ("token", "sequence"):
@@ -118,7 +118,7 @@ def _check_options(loss_type, importance_sampling_level, beta, ref_logprobs, kl)
 
 
 def _check_shapes(new_logprobs, others):
-    "ValueError: a tensor that has not the shape of the log-probs. None is left out."
+    "ValueError: a tensor does not have the shape of the log-probs. None is skipped."
     shape = tuple(new_logprobs.shape)
     for name, values in others.items():
         if values is not None and values.shape != new_logprobs.shape:
@@ -137,7 +137,7 @@ def _check_advantages(advantages, new_logprobs, importance_sampling_level):
     if importance_sampling_level == "sequence" and len(got) == 2 and got[1] > 1:
         raise ValueError(
             f"advantages {got}: importance_sampling_level sequence has one ratio per sample, "
-            "so it wants one advantage per sample, [N]. Take importance_sampling_level token."
+            "so it needs one advantage per sample, [N]. Use importance_sampling_level token."
         )
 
 # %% ../../nbs/1_maths/03_loss.ipynb #n045
@@ -151,7 +151,7 @@ def _counted(mask: Tensor | None, new_logprobs: Tensor) -> Tensor:
 
 
 def _table(values: Tensor, counted: Tensor, dtype: torch.dtype) -> Tensor:
-    "[N] or [N, T] as [N, T] beside `counted`, with 0 where a decision does not count."
+    "[N] or [N, T] as [N, T] on the device of `counted`, with 0 where a decision does not count."
     table = values.to(counted.device, dtype).reshape(len(values), -1)
     return table.masked_fill(~counted, 0)
 
@@ -176,7 +176,7 @@ def _decision_kl(
 
 # %% ../../nbs/1_maths/03_loss.ipynb #n048
 def _mean_and_std(values: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor]:
-    "Weighted mean and standard deviation (no Bessel); no weights: all count alike."
+    "Weighted mean and standard deviation (no Bessel); without weights all values count equally."
 
     def mean(x):
         return x.mean() if weights is None else (x * weights).sum() / weights.sum().clamp(min=1)
@@ -201,12 +201,12 @@ def _loss_metrics(loss, log_ratio, is_clipped, advantages, kl, mask) -> Tensor:
 
 # %% ../../nbs/1_maths/03_loss.ipynb #n051
 def compute_grpo_loss(  # noqa: PLR0913 (the public interface)
-    new_logprobs: Tensor,  # [N] or [N, T] float, with gradient: of the policy, for each decision
-    old_logprobs: Tensor,  # the same shape: what they were when the decisions were sampled
+    new_logprobs: Tensor,  # [N] or [N, T] float, with gradient: of the policy, per decision
+    old_logprobs: Tensor,  # the same shape: when the decisions were sampled
     advantages: Tensor,  # [N] float, one per sample, or [N, T], one per decision
-    clip_range: float = 0.2,  # how far below (and above) 1 the ratio may count
+    clip_range: float = 0.2,  # the ratio is clipped at 1 - clip_range (and 1 + clip_range)
     *,
-    # how far above 1, None: clip_range; for cispo the ceiling of the ratio itself (5.0 is usual)
+    # the ratio is clipped at 1 + this; None: clip_range; cispo: ceiling of the ratio (5 is usual)
     clip_range_high: float | None = None,
     mask: Tensor | None = None,  # the same shape, 1 or True: the decision counts; None: all
     loss_type: str = "grpo",  # one of `LOSS_TYPES`
@@ -264,7 +264,7 @@ def compute_grpo_loss(  # noqa: PLR0913 (the public interface)
 def combine_metrics(
     # metrics (floats or tensors) of each micro-batch, from losses with the whole batch's counts
     parts: list[dict],
-    weights: list[float],  # how much each part counts: its number of decisions
+    weights: list[float],  # weight of each micro-batch: its number of decisions
 ) -> dict:  # the same names
     "Metrics of the whole batch from those of its micro-batches (or ranks)."
     shares = [weight / sum(weights) for weight in weights]

@@ -42,7 +42,7 @@ def _check_step(sigmas: list[float], index: int, noise_level: float, sde_type: s
 
 
 def _flow_grpo_g(sigmas: list[float], index: int, noise_level: float) -> float:
-    "Flow-GRPO's g. At sigma 1 the second sigma stands in the bracket."
+    "Flow-GRPO's g. At sigma 1 the denominator has the schedule's second sigma."
     now = sigmas[index]
     bracket = sigmas[1] if now == 1 else now
     return noise_level * math.sqrt(now / (1 - bracket))
@@ -185,7 +185,7 @@ def choose_window(
     if window is None or window >= len(decisions):
         return list(decisions)
     if kind == "random" and not key:
-        raise ValueError("a random window wants a key, or it would be the same at every step")
+        raise ValueError("a random window needs a key, or it would be the same at every step")
     start = {"first": 0, "sliding": step, "random": named_seed(key, bits=64)}[kind]
     start = start % (len(decisions) - window + 1)
     return list(decisions[start : start + window])
