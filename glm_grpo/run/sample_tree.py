@@ -124,7 +124,8 @@ def _draw_column(ax: Axes, tree: SampleTree, sample: int) -> None:
     panels = [values for _, values in tree.lay_out(tree.old_logprobs[sample])]
     decisions = max(panels, key=lambda values: values.numel())
     low, high = tree.old_logprobs.quantile(0.02).item(), tree.old_logprobs.max().item()
-    shades = {"cmap": "gray", "vmin": low, "vmax": high + 0.1 * (high - low), "aspect": "auto"}
+    span = max(high - low, 0.5)  # equal log-probs are light, not black
+    shades = {"cmap": "gray", "vmin": high - span, "vmax": high + 0.1 * span, "aspect": "auto"}
     _place(ax, decisions, x, ROWS["tokens"], 0.8, **shades)
     pictures = tree.images[sample]
     width = 0.8 / len(pictures)
