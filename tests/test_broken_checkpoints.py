@@ -300,9 +300,14 @@ def test_the_dry_run_tells_of_broken_settings(folder, tmp_path, capsys, part, co
     assert f"{part}/config.json: " in refusal(check_model_folder, model)
 
 
-@pytest.mark.parametrize(
-    "file", ["processor/processor_config.json", "scheduler/scheduler_config.json"]
+SETTINGS = (
+    "processor/processor_config.json",
+    "scheduler/scheduler_config.json",
+    "vision_language_encoder/generation_config.json",
 )
+
+
+@pytest.mark.parametrize("file", SETTINGS)
 def test_other_settings_of_a_model_are_read_first(tmp_path, file):
     model = shutil.copytree(TINY, tmp_path / "model")
     (model / file).write_bytes(b"\xff\xfe")

@@ -165,14 +165,23 @@ def test_a_page_of_the_site_fits_and_its_figure_moves(browser, shoot, tmp_path, 
 
 CELLS = {
     "imports": """
-import matplotlib.pyplot  # or Jupyter would write a figure's name and not draw it
 import torch
 from glm_grpo.run.explore import explore_clip
+from glm_grpo.run.sample_tree import explore_samples, sample_tree
+from glm_grpo.training.toy import ToyPainter, icon_images, nearness
+from glm_grpo.training.trainer import MinimalGRPOTrainer
 """,
     "widget": """
 old = torch.randn(4, 80, generator=torch.Generator().manual_seed(0)) - 3
 new = old + 0.1 * torch.randn(4, 80, generator=torch.Generator().manual_seed(1))
 explore_clip(new, old, torch.tensor([1.0, 0.5, -0.5, -1.0]))
+""",
+    "tree": """
+toy = ToyPainter(["a red heart"])
+batch = {"prompts": ["a red heart"], "target_images": icon_images(["a red heart"])}
+trainer = MinimalGRPOTrainer(toy, [batch], nearness, height=32, width=32, callbacks=())
+trainer.train(num_steps=1)
+explore_samples(sample_tree(trainer.last_experience, toy.policies))
 """,
     "replayed": """
 from PIL import Image
@@ -229,30 +238,50 @@ def wait_for_port(port, server, log, seconds=90):
     raise AssertionError(f"JupyterLab does not answer: {log.read_text()}")
 
 
-def test_widgets_in_jupyterlab(browser, shoot, lab):
-    "Runs a notebook cell by cell with Shift+Enter, then moves both sliders and sees new pictures."
-    browser.get(lab)
+PICTURE = ".widget-output img[src^='data:image/png']"
+
+
+def run_cells(browser):
+    "Each cell of the notebook with Shift+Enter, from the first one on."
     wait(browser, lambda: css(browser, ".jp-CodeCell .cm-content"), "the notebook", 120)
     wait(browser, lambda: "| Idle" in status_bar(browser), "the kernel", 120)
     wait(browser, lambda: click_first_cell(browser), "the first cell")
     for _ in CELLS:
         keys = ActionChains(browser).key_down(Keys.SHIFT).send_keys(Keys.ENTER).key_up(Keys.SHIFT)
         keys.perform()
-    picture = "img[src^='data:image/png']"
-    wait(browser, lambda: css(browser, f".widget-output {picture}"), "the widget's figure", 120)
+
+
+def after_change(browser, before, what):
+    "The pictures of the widgets' outputs, as soon as they are others and the kernel is idle."
+    wait(browser, lambda: sources(browser) != before and len(sources(browser)) == 3, what)
+    wait(browser, lambda: "| Idle" in status_bar(browser), "the last of the figures")
+    return sources(browser)
+
+
+def test_widgets_in_jupyterlab(browser, shoot, lab):
+    "Runs a notebook cell by cell, moves its sliders, clicks a sample, and sees new pictures."
+    browser.get(lab)
+    run_cells(browser)
+    wait(browser, lambda: len(css(browser, PICTURE)) == 3, "the widgets' figures", 120)
     wait(browser, lambda: css(browser, ".frames img"), "the replayed figure")
+    clip, tree, maps = sources(browser)
     shoot("lab_before")
 
-    before = source(browser, f".widget-output {picture}")
     handle = css(browser, ".noUi-handle")[0]
     readout = css(browser, ".widget-readout")[0].text
     handle.send_keys(*[Keys.ARROW_RIGHT] * 20)  # 0.05 + 20 * 0.005
-    wait(
-        browser, lambda: source(browser, f".widget-output {picture}") not in (before, None), "moved"
-    )
-    wait(browser, lambda: "| Idle" in status_bar(browser), "the last of the figures")
+    moved = after_change(browser, [clip, tree, maps], "the slider's new figure")
     shoot("lab_widget_moved")
     assert (readout, css(browser, ".widget-readout")[0].text) == ("0.050", "0.150")
+    assert moved[0] != clip and moved[1:] == [tree, maps]
+
+    buttons = css(browser, ".widget-toggle-button")
+    assert [b.text for b in buttons] == ["sample 1", "sample 2", "sample 3", "sample 4"]
+    browser.execute_script("arguments[0].scrollIntoView({block: 'start'})", buttons[2])
+    buttons[2].click()
+    clicked = after_change(browser, moved, "the tree with another sample")
+    shoot("lab_sample_clicked")
+    assert clicked[0] == moved[0] and clicked[1] != tree and clicked[2] != maps
 
     replayed = css(browser, ".frames")[0]
     before, after = move_and_look(browser, replayed)
@@ -264,10 +293,10 @@ def css(browser, selector):
     return browser.find_elements(By.CSS_SELECTOR, selector)
 
 
-def source(browser, selector):
-    "The picture that is there now, or None while it is being replaced."
-    script = "const found = document.querySelector(arguments[0]); return found && found.src"
-    return browser.execute_script(script, selector)
+def sources(browser):
+    "The pictures in the outputs of widgets now, from top to bottom."
+    script = "return [...document.querySelectorAll(arguments[0])].map(image => image.src)"
+    return browser.execute_script(script, PICTURE)
 
 
 def status_bar(browser):

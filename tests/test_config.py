@@ -136,7 +136,7 @@ def test_names_outside_the_list(option):
 
 
 SLIPS = {  # words -> a part of the message
-    "--reward.grpo.num_samples 1": "a group needs at least 2. 8 is a good start",
+    "--reward.grpo.num_samples 1": "a group needs at least 2. Start with 8",
     "--reward.grpo.beta -0.1": "reward.grpo.beta -0.1: must be at least 0",
     "--reward.grpo.beta 0.1 --model.lora false": "needs model.lora true",
     "--model.torch_dtype float16 --model.lora false": "float16 cannot train all weights",

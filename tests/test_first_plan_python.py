@@ -159,6 +159,10 @@ def test_log_probs_want_the_rollout():
     for call in (model.compute_sequence_logprobs, model.compute_token_logprobs):
         message = refusal(call, rollout["token_ids"])
         assert "the rollout that generate_with_tracking returned, not for a Tensor" in message
+    for mask in ({"attention_mask": rollout["token_ids"]}, {}):
+        positional = [] if mask else [rollout["token_ids"]]
+        message = refusal(model.compute_sequence_logprobs, rollout, *positional, **mask)
+        assert "takes no attention_mask" in message and message.count(". ") == 1
 
 
 def test_the_models_parts_have_the_plans_names():

@@ -98,6 +98,9 @@ def check_model_folder(
         for file in (folder / part / name for name in names):
             if file.is_file():
                 _check_settings(file, _NEEDED_KEYS.get(part, ()))
+    generation = folder / "vision_language_encoder" / "generation_config.json"
+    if generation.is_file():  # transformers ignores a broken one without a word
+        _check_settings(generation, ())
 
 
 # What the settings of a part must have, because something here reads it.

@@ -189,8 +189,17 @@ def compute_token_logprobs(
 
 
 @patch_to(GLMImageWrapper)
-def compute_sequence_logprobs(self, rollout: Rollout) -> Tensor:  # [N] float32
-    "Mean over the tokens: one log-prob per sample."
+def compute_sequence_logprobs(
+    self,
+    rollout: Rollout,
+    attention_mask: None = None,  # refused: a rollout holds the padding of its prompts
+) -> Tensor:  # [N] float32
+    "Mean over the tokens: one log-prob per sample. UserError: an attention_mask is given."
+    if attention_mask is not None:
+        raise UserError(
+            "compute_sequence_logprobs takes no attention_mask: the rollout holds its prompts and "
+            "their padding. Call compute_sequence_logprobs(rollout)."
+        )
     return self.compute_token_logprobs(rollout).mean(1)
 
 

@@ -8,8 +8,6 @@ __all__ = ['PROGRAM', 'MORE_HELP', 'TRUST', 'make_own_parser', 'numbers_table', 
 
 # %% ../../nbs/6_run/14_evaluate.ipynb #n004
 import argparse
-import contextlib
-import io
 import sys
 from pathlib import Path
 
@@ -27,7 +25,7 @@ from glm_grpo.run.build import (
     part_weights,
 )
 from .checks import check_config
-from .command_line import parse_args, run_command
+from .command_line import functions_in, parse_args, run_command
 from .comparison import prompts_label
 from .config import Config, image_height_width
 from .evaluation import evaluate_config, write_eval
@@ -211,9 +209,8 @@ def check_code_of_run(
     "UserError: code would run that only the run's own configuration names."
     if run is None or not code_of(config):
         return
-    with contextlib.redirect_stdout(io.StringIO()):  # notes were printed when it was read first
-        own = parse_args(words)
-    found = functions_of_others(list(dict.fromkeys(code_of(config))), code_of(own))
+    named = list(dict.fromkeys(code_of(config)))
+    found = functions_of_others(named, functions_in(words))
     if found:
         raise UserError(
             f"{run / 'config.yaml'}: the run uses code that you have not named: "
