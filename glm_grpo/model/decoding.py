@@ -55,16 +55,26 @@ class ImageInputs:
 
 
 def _check_inputs(parts, inputs: ImageInputs) -> None:
-    "ValueError: shapes do not fit, or an id is outside the codebook."
+    "ValueError: shapes do not fit."
     n, ids, grid = len(inputs.large_ids), inputs.large_ids, tuple(inputs.grid)
     if ids.shape != (n, grid[0] * grid[1]) or len(inputs.prompts) != n:
         raise ValueError(
             f"{len(inputs.prompts)} prompts, ids of shape {tuple(ids.shape)}, "
             f"grid {grid}: they do not fit"
         )
+
+
+def _check_ids(parts, inputs: ImageInputs) -> None:
+    "ValueError: an id is outside the codebook. Waits for the device."
+    ids = inputs.large_ids
     codebook_size = parts.transformer.config.prior_vq_quantizer_codebook_size
-    if n and not 0 <= ids.min() <= ids.max() < codebook_size:
+    if len(ids) and not 0 <= ids.min() <= ids.max() < codebook_size:
         raise ValueError(f"an id outside the codebook of {codebook_size}")
+
+
+def _take(values: Tensor, rows: list[int]) -> Tensor:
+    "values[rows]; `values` itself where these are all its rows in order: that waits for nothing."
+    return values if rows == list(range(len(values))) else values[rows]
 
 
 def _batches(
@@ -81,7 +91,7 @@ def _batches(
     for rows in equal_batches(shapes, batch_size):
         conditions = make_conditions(
             parts,
-            inputs.large_ids[rows],
+            _take(inputs.large_ids, rows),
             inputs.grid,
             [glyphs[prompts[row]] for row in rows],
             glyphs[""],
@@ -152,6 +162,7 @@ def sample_latents(
     log_probs [N, D]. ValueError: shapes do not fit, an id is outside the codebook.
     """
     _check_noise(parts, inputs, latents, noise, options)
+    _check_ids(parts, inputs)
     dit, clocks = parts.transformer, _clocks(parts, inputs)
     n, out = len(inputs.large_ids), {}
     for rows, conditions in _batches(parts, inputs, batch_size):
@@ -189,7 +200,7 @@ def score_latents(
 ) -> tuple[Tensor, Tensor, Tensor]:  # log_probs [N, D]; means, velocities [N, D, C, 4h, 4w]
     """Log-prob of each decision under the DiT as it is now, with a gradient where it is enabled.
 
-    Flow-GRPO, arXiv 2505.05470, equations 8 and 9. ValueError as `sample_latents`.
+    Flow-GRPO, arXiv 2505.05470, equations 8 and 9. ValueError: shapes do not fit.
     """
     dit = parts.transformer
     timesteps, sigmas = _clocks(parts, inputs)
@@ -197,7 +208,7 @@ def score_latents(
     for rows, conditions in _batches(parts, inputs, batch_size):
         steps = []
         for column, index in enumerate(options.decisions):
-            latents = before[rows, column].to(dit.device)
+            latents = _take(before[:, column], rows).to(dit.device)
             velocity = predict_velocity(dit, conditions, latents, timesteps[index])
             _, log_prob, mean, _ = sde_step(
                 velocity,
@@ -206,11 +217,11 @@ def score_latents(
                 index,
                 noise_level=options.noise_level,
                 sde_type=options.sde_type,
-                prev_sample=after[rows, column].to(dit.device),
+                prev_sample=_take(after[:, column], rows).to(dit.device),
             )
             steps.append((log_prob, mean, velocity))
         order += rows
         found.append([torch.stack(values, 1) for values in zip(*steps)])
-    back = torch.tensor(order, device=dit.device).argsort()
-    log_probs, means, velocities = (torch.cat(values)[back] for values in zip(*found))
+    back = sorted(range(len(order)), key=order.__getitem__)
+    log_probs, means, velocities = (_take(torch.cat(values), back) for values in zip(*found))
     return log_probs, means, velocities

@@ -95,7 +95,7 @@ def size_conditions(
     shape = (1, dit.config.in_channels, latent_height, latent_width)
     rotary = dit.rope(torch.empty(shape, device="meta"))
     return {
-        "target_size": torch.tensor([[height, width]], **like_dit).repeat(n, 1),
+        "target_size": torch.cat([torch.full((n, 1), x, **like_dit) for x in (height, width)], 1),
         "crop_coords": torch.zeros(n, 2, **like_dit),
         "image_rotary_emb": tuple(part.to(dit.device) for part in rotary),
     }

@@ -43,10 +43,17 @@ def weigh(
     return {name: (weights[name] * value).nan_to_num(0.0) * share for name, value in values.items()}
 
 # %% ../../nbs/4_rewards/02_weighted.ipynb #c013
+def _current_device() -> int | None:
+    "The number of this thread's CUDA device; None where CUDA is not in use."
+    return torch.cuda.current_device() if torch.cuda.is_initialized() else None
+
+
 def _serve(jobs):
     "A worker's thread: make each call that comes, until None comes."
-    for answer, call in iter(jobs.get, None):
+    for answer, call, device in iter(jobs.get, None):
         try:
+            if device is not None:
+                torch.cuda.set_device(device)
             answer.set_result(call())
         except BaseException as error:  # raised again in the thread that asks for the result
             answer.set_exception(error)
@@ -73,9 +80,9 @@ class Worker:
         weakref.finalize(self, _dismiss, self.jobs, thread)  # also before Python ends
 
     def begin(self, call: Callable) -> Future:
-        "Let the thread make a call, and do not wait for it."
+        "Let the thread make a call on this thread's CUDA device, and do not wait for it."
         answer = Future()
-        self.jobs.put((answer, call))
+        self.jobs.put((answer, call, _current_device()))
         return answer
 
 # %% ../../nbs/4_rewards/02_weighted.ipynb #c016

@@ -20,12 +20,15 @@ def micro_batches(
     size: int | None,  # None: all at once
     skip_idle: bool,  # leave out those whose advantages are all 0: they give no gradient
 ) -> list[Samples]:
-    "Samples that are scored together. At least one is left, so that there is something to measure."
+    """Samples that are scored together. At least one micro-batch is left, so that there is
+    something to measure. Advantages are moved to the device of the log-probs, all at once."""
     size = size or max(len(samples), 1)
-    batches = [samples.rows(slice(i, i + size)) for i in range(0, len(samples), size)]
-    if not skip_idle:
-        return batches
-    return [b for b in batches if b.advantages.any()] or batches[:1]
+    rows = [slice(i, i + size) for i in range(0, len(samples), size)]
+    if skip_idle:
+        rows = [r for r in rows if samples.advantages[r].any()] or rows[:1]
+    advantages = samples.advantages.to(samples.old_logprobs.device)
+    there = samples.with_advantages(advantages, samples.counted)
+    return [there.rows(r) for r in rows]
 
 # %% ../../nbs/5_training/07_update.ipynb #n012
 def split_pieces(

@@ -2,7 +2,8 @@
 
 python tests/programs/train_on_ranks.py '{"prompts": [...], "component": "ar", ...}'
 
-Writes what it sampled and its gradients to OUT/WORLD_RANK.pt. Run by tests/test_ranks.py.
+Writes what it sampled and its gradients to OUT/WORLD_RANK.pt. Run by tests/test_ranks.py and
+tests/test_machines.py.
 """
 
 import json
@@ -133,11 +134,14 @@ def run(work):
         ranks.stop()
         return 2
     rollout = recorder.experiences[0].rollout
+    on_this_machine = []
+    ranks.once_per_machine(lambda: on_this_machine.append(ranks.rank))
     found = {
         "tokens": rollout.token_ids,
         "prompts": rollout.prompts,
         "gradients": recorder.gradients,
         "lines": lines,
+        "once_per_machine": on_this_machine,  # [rank], or [] where another rank did it
     }
     torch.save(found, Path(work.out, f"{ranks.world}_{ranks.rank}.pt"))
     if ranks.world > 1:

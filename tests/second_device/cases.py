@@ -29,7 +29,7 @@ from glm_grpo.training.trainer import MinimalGRPOTrainer
 
 PROMPTS = ["a cat in the middle on a red ground", 'a sign that says "A1"']
 # Waits of an optimizer step on four samples in two micro-batches. Lower them when they fall.
-WAITS_OF_AN_UPDATE = {"ar": 8, "dit": 49, "both": 105}
+WAITS_OF_AN_UPDATE = {"ar": 4, "dit": 14, "both": 30}
 
 
 @pytest.fixture(scope="session")
@@ -323,3 +323,20 @@ def test_a_judge_of_each_rank_works_in_the_thread_of_its_reward(clip, index):  #
         there = call_reward(reward, images, prompts)
     assert judge.device == torch.device("cuda", index)
     assert torch.equal(here, there)
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_reward_calculates_on_the_device_of_its_rank(index):
+    "Where it says `cuda`, without a number; also where the worker's thread was used before."
+    found = []
+
+    def mean(images):
+        there = images.to("cuda") * torch.ones(1, device="cuda")
+        found.append(there.device.index)
+        return there.mean((1, 2, 3))
+
+    reward = WeightedReward({"mean": mean}, {"mean": 1.0}, 60)
+    for rank_device in (index, 1 - index):
+        with torch.cuda.device(rank_device):
+            call_reward(reward, torch.rand(2, 3, 8, 8), ["a cat", "a dog"])
+    assert found == [index, 1 - index]

@@ -1,0 +1,19 @@
+#!/usr/bin/env bash
+# Trains GLM-Image on the eight GPUs of one machine. Submit it in the root of the repository:
+#   sbatch configs/slurm_one_machine.sh --config configs/real_ar_8gpu.yaml --output_dir runs/first \
+#       --data.prompts_file my/prompts.txt --reward.functions my.py:meaning
+# The words after the script are options of `python -m glm_grpo.train`.
+#SBATCH --job-name=glm_grpo
+#SBATCH --nodes=1
+#SBATCH --ntasks-per-node=1      # one launcher, which starts a process per GPU
+#SBATCH --gpus-per-node=8
+#SBATCH --cpus-per-task=64
+#SBATCH --mem=0                  # all memory of the machine
+#SBATCH --time=24:00:00
+# At the time limit SLURM ends the job without waiting for the running step. Checkpoints are written
+# every training.save_interval steps or training.save_minutes minutes. To go on, submit
+#   sbatch configs/slurm_one_machine.sh --resume latest --output_dir runs/first --trust_run_code
+set -euo pipefail
+
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-8}"
+torchrun --standalone --nproc_per_node "${SLURM_GPUS_ON_NODE:-8}" -m glm_grpo.train "$@"

