@@ -151,7 +151,7 @@ def test_later_updates_on_a_rollout_may_leave_1():
 
 def test_a_gap_on_one_rank_stops_all():
     def run(ranks):
-        trainer = toy_trainer([batch_of_rank(ranks.rank)], ranks=ranks)
+        trainer = toy_trainer(ranks=ranks)
         return refusal((score_wrongly(trainer) if ranks.rank else trainer).train, 1)
 
     messages = on_ranks(2, run)

@@ -92,9 +92,10 @@ def agreement_of(
 ) -> Agreement:
     "How far new log-probs lie from those at sampling, over the samples of all ranks."
     dtype = str(getattr(model, "dtype", "float32")).removeprefix("torch.")
-    of_ranks, policies = ranks.gather(metrics), {}
+    own = {name: dict(numbers) for name, numbers in metrics.items()}  # the trainer adds to its own
+    of_ranks, policies = ranks.gather(own), {}
     for name in metrics:
-        gaps = merge_gaps([own[name] for own in of_ranks])
+        gaps = merge_gaps([one[name] for one in of_ranks])
         allowed = allowed_gap(dtype, options.grpo.clip_range_of(name))
         policies[name] = PolicyGap(*gaps.values(), allowed)
     return Agreement(policies, dtype, options.step.micro_batch_size)
