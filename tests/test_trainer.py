@@ -97,16 +97,65 @@ def test_every_ratio_is_1_before_the_first_update(size):
 
 def test_one_wrong_decision_shows_in_the_gap():
     "It is the maximum over all decisions of the first optimizer step, not a mean."
-    trainer = toy_trainer(micro_batch_size=5, updates_per_rollout=2, learning_rate=1e-9)
+    changes = {"updates_per_rollout": 2, "learning_rate": 1e-9, "allow_ratio_gap": True}
+    trainer = toy_trainer(micro_batch_size=5, **changes)
     experience = trainer.collect(BATCH)
     samples = experience.samples["ar"]
     wrong = samples.old_logprobs.clone()
     wrong[13, 7] += 0.5
     experience.samples["ar"] = replace(samples, old_logprobs=wrong)
-    line = trainer.learn(experience)
+    with pytest.warns(UserWarning, match="ar: log-probs differ by up to 0.5 per decision"):
+        line = trainer.learn(experience)
     assert line["old_new_gap"] == pytest.approx(0.5, abs=1e-5)
+    assert line["old_new_gap_mean"] == pytest.approx(0.5 / 32 / 25, abs=1e-6)
+    assert trainer.agreement.policies["ar"].largest == line["old_new_gap"]
     assert experience.gaps[0]["ar"][7] == pytest.approx(0.5 / 32, abs=1e-5)
     assert experience.gaps[0]["ar"].count_nonzero() == 1
+
+
+def score_wrongly(trainer, factor=1.02):
+    "All new log-probs are too large, as with a wrong temperature in scoring."
+    trainer.score = lambda policy, piece, beta: (factor * policy.score(piece), {})
+    return trainer
+
+
+@pytest.mark.parametrize("make", [toy_trainer, studio_trainer])
+def test_a_run_whose_ratio_is_not_1_stops_before_its_first_update(make, tmp_path):
+    kept = []
+    callback = Callback()
+    callback.on_step_end = lambda *step: kept.append(step)
+    trainer = score_wrongly(make(callbacks=[callback]))
+    before = [weight.detach().clone() for weight in trainer.model.weights()]
+    message = refusal(trainer.train, 3)
+    assert message.startswith("The ratio new/old is not 1 before the first update. ar: log-probs")
+    assert "training.allow_ratio_gap true" in message
+    assert all(map(torch.equal, trainer.model.weights(), before))
+    assert trainer.step == 0 and trainer.whole and not kept and trainer.agreement is None
+    assert refusal(trainer.train, 1) == message  # a second try does not get past it
+
+
+def test_with_allow_ratio_gap_it_warns_and_trains():
+    trainer = score_wrongly(toy_trainer(allow_ratio_gap=True))
+    with pytest.warns(UserWarning, match="not 1 before the first update") as warned:
+        (first, _) = trainer.train(2)
+    assert len(warned) == 1 and trainer.step == 2
+    assert first["old_new_gap"] == trainer.agreement.policies["ar"].largest > 1e-3
+
+
+def test_later_updates_on_a_rollout_may_leave_1():
+    trainer = toy_trainer(updates_per_rollout=4, learning_rate=1.0)
+    trainer.train(2)
+    assert trainer.agreement.policies["ar"].largest == 0
+    assert trainer.last_experience.gaps[-1]["ar"].max() > 0.1
+
+
+def test_a_gap_on_one_rank_stops_all():
+    def run(ranks):
+        trainer = toy_trainer(ranks=ranks)
+        return refusal((score_wrongly(trainer) if ranks.rank else trainer).train, 1)
+
+    messages = on_ranks(2, run)
+    assert messages[0] == messages[1] and "is not 1 before the first update" in messages[0]
 
 
 def test_the_gap_is_that_of_the_first_optimizer_step():
@@ -120,7 +169,8 @@ def test_the_gap_is_that_of_the_first_optimizer_step():
 
 def rollout_gradient(size, **changes):
     "Gradient and metrics of an update whose ratios are not 1."
-    trainer = studio_trainer(micro_batch_size=size, beta=0.1, max_grad_norm=1e9, **changes)
+    changes |= {"max_grad_norm": 1e9, "allow_ratio_gap": True}
+    trainer = studio_trainer(micro_batch_size=size, beta=0.1, **changes)
     found, experience = keep_gradients(trainer), trainer.collect(BATCH)
     perturb(trainer)
     line = trainer.learn(experience)
@@ -216,7 +266,7 @@ def test_equal_drop_takes_the_mean_over_the_other_groups():
 
 def test_the_reference_does_not_pull_at_a_dropped_group():
     def second_gradient(equal):
-        trainer = toy_trainer(reward=heart_is_flat, beta=0.5, equal=equal)
+        trainer = toy_trainer(reward=heart_is_flat, beta=0.5, equal=equal, allow_ratio_gap=True)
         experience = trainer.collect(BATCH)
         perturb(trainer)
         found = keep_gradients(trainer)

@@ -73,6 +73,9 @@ class ProgressBar(Callback):
             )
 
     def on_step_end(self, trainer, metrics, experience):
+        agreement = getattr(trainer, "agreement", None)
+        if agreement and not self.rewards:
+            self.write(f"agreement of sampling and scoring before the first update:\n{agreement}")
         self.rewards.append(metrics["reward_mean"])
         if is_due(trainer.step, self.every) or trainer.step == trainer.last_step:
             told = describe_step(metrics, self.rewards, trainer.policies)

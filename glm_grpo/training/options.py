@@ -81,6 +81,11 @@ class StepOptions:
     mini_batches: int = option(
         1, "optimizer steps per pass; each uses an equal share of the images", at_least(1)
     )
+    allow_ratio_gap: bool = option(
+        False,
+        "what to do where ratios differ from 1 before the first update by more than rounding: "
+        "false: stop with the numbers and the likely causes; true: warn and go on",
+    )
     seed: int = option(
         0,
         "determines all random numbers: the same seed gives the same run",

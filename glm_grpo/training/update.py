@@ -12,6 +12,7 @@ from torch import Tensor
 from ..data.rollout import Policy, Samples
 from ..maths.loss import combine_metrics
 from .experience import MiniBatch
+from .metrics import gap_numbers
 from .options import GRPOOptions
 
 
@@ -73,7 +74,7 @@ class Tally:
     def __init__(self, samples: Samples):
         self.samples = samples  # all of the mini-batch
         self.metrics, self.sizes = [], []
-        self.gaps = {}  # micro-batch -> |new - old| of its pieces
+        self.gaps = {}  # micro-batch -> new - old of its pieces
 
     def add(
         self,
@@ -85,19 +86,23 @@ class Tally:
         "A piece is done."
         self.metrics.append(metrics)
         self.sizes.append(new_logprobs.numel())
-        gap = (new_logprobs.detach() - piece.old_logprobs).abs().view(len(piece), -1)
+        gap = (new_logprobs.detach() - piece.old_logprobs).view(len(piece), -1)
         self.gaps.setdefault(batch, []).append(gap)
 
-    def gap(self) -> Tensor:  # [samples, decisions]
-        "|new - old|: before the first update it must be nothing."
+    def log_ratio(self) -> Tensor:  # [samples, decisions]
+        "new - old: before the first update it must be nothing."
         return torch.cat([torch.cat(parts, 1) for parts in self.gaps.values()])
+
+    def gap(self) -> Tensor:  # [samples, decisions]
+        "|new - old|"
+        return self.log_ratio().abs()
 
     def total(self, device: torch.device) -> dict[str, Tensor]:
         "Metrics of all pieces; of a mini-batch without a sample of this rank: no loss."
         if not self.metrics:
             return {"loss": torch.zeros((), device=device)}
         entropy = -self.samples.old_logprobs.float().mean()
-        own = {"old_new_gap": self.gap().max(), "entropy": entropy}
+        own = gap_numbers(self.log_ratio()) | {"entropy": entropy}
         return combine_metrics(self.metrics, self.sizes) | own
 
 # %% ../../nbs/5_training/07_update.ipynb #n022
