@@ -261,6 +261,64 @@ def test_rows_are_sampled_and_scored_in_the_trainers_batches(monkeypatch):
     assert sizes == {"tokens": [2, 1], "latents": [2, 1]}
 
 
+class NothingShared(RolloutSampler):
+    "Every step for every row."
+
+    def denoise_common_steps(self, rollout):
+        return rollout.initial_latents, 0
+
+
+@torch.no_grad()
+def rows_of_the_dit(kind, model, request):
+    "The denoised rollout, and the number of rows that went through the DiT."
+    sampler, rows = kind(model, request), []
+
+    def count(module, args, options):
+        if options["encoder_hidden_states"].shape[1]:  # no source image: those have no words
+            rows.append(len(options["hidden_states"]))
+
+    rollout = sampler.prepare_denoising(sampler.sample_all_tokens())
+    counter = model.dit.register_forward_pre_hook(count, with_kwargs=True)
+    rollout = sampler.denoise(rollout)
+    counter.remove()
+    return replace(rollout, token_logprobs=sampler.token_logprobs(rollout)), sum(rows)
+
+
+LATE = {"num_inference_steps": 6, "guidance_scale": 1, "window": 2, "window_kind": "sliding"}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("task", ["t2i", "i2i"])
+def test_steps_before_the_window_are_done_once_per_start(task, dtype):
+    "The same rollout as when every row does every step, and ratio 1."
+    model = model_of("both", 4, dtype)
+    prompts, images = edits() if task == "i2i" else ([CAT, DOG, CAT], None)
+    prompts = [p for p in prompts[:2] for _ in range(4)]
+    images = images and [image for image in images[:2] for _ in range(4)]
+    rounding = {1: 0, 3: {"float32": 1e-4, "bfloat16": 1e-2}[dtype]}
+    for size, wanted in rounding.items():
+        options = LATE | {"batch_size": size, "per_sample": 2, "step": 3}
+        request = replace(request_for(prompts, images, **options), score_batch_size=size)
+        once, few = rows_of_the_dit(RolloutSampler, model, request)
+        each, many = rows_of_the_dit(NothingShared, model, request)
+        assert once.denoising.decisions == each.denoising.decisions == (3, 4)
+        assert (many, few) == (8 * 6, 4 * 3 + 8 * 3)
+        for name in ("latents", "latents_before", "latents_after", "latents_logprobs"):
+            assert (once[name] - each[name]).abs().max() <= wanted, (name, size)
+        assert torch.equal(once.initial_latents, each.initial_latents)
+        assert largest_change(model, once, size) == UNMOVED
+
+
+def test_nothing_is_shared_where_images_differ_from_the_start():
+    model = model_of("both", 4)
+    late = LATE | {"per_sample": 2, "step": 3}
+    for change in ({"window_kind": "first"}, {"window": None}, {"shared_noise": False}):
+        request = request_for([CAT] * 4, **late | change)
+        once, few = rows_of_the_dit(RolloutSampler, model, request)
+        each, many = rows_of_the_dit(NothingShared, model, request)
+        assert few == many == 4 * 6 and torch.equal(once["latents"], each["latents"])
+
+
 @torch.no_grad()
 def test_noise_has_names():
     "Neighbours, ranks and batches change nothing; another step or another source does."

@@ -169,7 +169,7 @@ class StepWorkload(Workload):
 
     beta: float = 0.04  # above 0, so that there is a reference policy
     component: str = "ar"  # ours: the policy that trains
-    batch_size: int = 32  # ours: images sampled and decoded at a time
+    batch_size: int = 32  # ours: images denoised and decoded at a time
     micro_batch_size: int = 8  # ours: images scored at a time
     rollout: dict = field(default_factory=dict)  # ours: more options of the sampling: window...
 
@@ -238,7 +238,7 @@ class TokenBench:
     groups: tuple[int, ...] = (1, 4, 16, 64)  # group sizes whose cost per image is measured
     image_size: int = 128  # pixels
     num_inference_steps: int = 4
-    batch_size: int = 32  # images sampled and decoded at a time
+    batch_size: int = 32  # images denoised and decoded at a time
     micro_batch_size: int = 8  # images scored at a time
     repeats: int = 3  # of sampling and groups
     step_repeats: int = 2  # processes for each way of the step
@@ -330,7 +330,7 @@ def token_notes(bench: TokenBench) -> list[str]:
         "Step, plain: each sample through generate alone, each image by a GlmImagePipeline call "
         "with its defaults, log-probs one by one into one loss, the reference a second copy of "
         "the AR. Both: the same LoRA, KL to the reference, AdamW, a reward that costs nothing.",
-        f"Step, ours: {bench.batch_size} images sampled and decoded at a time, "
+        f"Step, ours: {bench.batch_size} images denoised and decoded at a time, "
         f"{bench.micro_batch_size} scored at a time, the reference is the adapter switched off.",
     ]
     return [*notes, f"{OTHERS_WORKED}."] if bench.cpu_time else notes

@@ -124,7 +124,9 @@ def _check_noise(parts, inputs: ImageInputs, latents, noise, options: NoiseOptio
         )
 
 # %% ../../nbs/3_model/12_decoding.ipynb #n021
-def _denoise_and_keep(dit, conditions, latents, clocks, noise, options: NoiseOptions) -> dict:
+def _denoise_and_keep(
+    dit, conditions, latents, clocks, noise, options: NoiseOptions, steps: range | None
+) -> dict:
     "Denoise one batch: the last latents, and the data of each decision."
     decided = []
 
@@ -132,7 +134,7 @@ def _denoise_and_keep(dit, conditions, latents, clocks, noise, options: NoiseOpt
         if step.index in options.decisions:
             decided.append(step)
 
-    last = denoise(dit, conditions, latents, *clocks, noise, options, keep)
+    last = denoise(dit, conditions, latents, clocks, noise, options, keep, steps)
     if not decided:
         return {"latents": last}
     return {
@@ -148,11 +150,12 @@ def _denoise_and_keep(dit, conditions, latents, clocks, noise, options: NoiseOpt
 def sample_latents(
     parts,  # a GlmImagePipeline
     inputs: ImageInputs,  # of N rows
-    latents: Tensor,  # [N, C, 4h, 4w] float32, the first noise
+    latents: Tensor,  # [N, C, 4h, 4w] float32: the first noise, or those before `steps`
     noise: Tensor | None = None,  # [N, D, C, 4h, 4w] float32, of the decisions
     options: NoiseOptions = NO_NOISE,
     *,
     batch_size: int | None = None,  # at most this many rows at once; None: no limit
+    steps: range | None = None,  # numbers of the denoising steps to do; None: all
     # called with (row numbers, their latents) as soon as a batch is done
     on_rows: Callable[[list[int], Tensor], None] | None = None,
 ) -> dict[str, Tensor]:  # float32 on the model's device
@@ -168,7 +171,7 @@ def sample_latents(
     for rows, conditions in _batches(parts, inputs, batch_size):
         first = latents[rows].to(dit.device, torch.float32)
         of_rows = noise[rows].to(dit.device) if options.decisions else None
-        found = _denoise_and_keep(dit, conditions, first, clocks, of_rows, options)
+        found = _denoise_and_keep(dit, conditions, first, clocks, of_rows, options, steps)
         for name, value in found.items():
             if name not in out:
                 out[name] = value.new_empty(n, *value.shape[1:])

@@ -137,16 +137,17 @@ class Step(NamedTuple):
 def denoise(
     transformer,  # the DiT
     conditions: Conditions,  # of N rows
-    latents: Tensor,  # [N, C, h, w] float32, noise
-    timesteps: Tensor,  # [K] of `schedule`
-    sigmas: Tensor,  # [K+1] of `schedule`
+    latents: Tensor,  # [N, C, h, w] float32: noise, or what earlier steps led to
+    clocks: tuple[Tensor, Tensor],  # timesteps [K] and sigmas [K+1], of `schedule`
     noise: Tensor | None = None,  # [N, D, C, h, w] float32, of the decisions
     options: NoiseOptions = NO_NOISE,
     on_step: Callable[[Step], None] | None = None,  # called after each step
+    steps: range | None = None,  # numbers of the steps to do; None: all K
 ) -> Tensor:  # [N, C, h, w] float32
-    "From noise to clean latents, step by step."
+    "From noise to clean latents, step by step; or some of the steps."
+    timesteps, sigmas = clocks
     decisions = options.decisions
-    for index in range(len(timesteps)):
+    for index in steps or range(len(timesteps)):
         velocity = predict_velocity(transformer, conditions, latents, timesteps[index])
         decided = index in decisions
         after, log_prob, mean, _ = sde_step(

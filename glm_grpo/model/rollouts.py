@@ -19,7 +19,7 @@ from .decoding import ImageInputs, sample_latents, score_latents
 from .denoise import NoiseOptions
 from .latents import decode_latents, glyph_embeddings, schedule
 from .policies import Denoising, TokenDecisions
-from .requests import ImageRequest, distinct
+from .requests import Distinct, ImageRequest, distinct
 from .sampling import sample_tokens
 from .scoring import score_tokens
 from .sources import encode_sources
@@ -47,10 +47,8 @@ def prompt_inputs(self) -> PromptInputs:
     "The different requests, tokenised."
     request, model = self.request, self.model
     prompts, images = request.prompts_of(self.requests.first_rows)
-    inputs = prepare_prompts(
-        model.processor, model.ar, prompts, request.height, request.width, images
-    )
-    return inputs.to(model.device)
+    size = request.height, request.width
+    return prepare_prompts(model.processor, model.ar, prompts, *size, images).to(model.device)
 
 
 @patch_to(RolloutSampler)
@@ -71,14 +69,8 @@ def sample_in_batches(self, inputs: PromptInputs) -> tuple[Tensor, Tensor | None
     ids, kept_sets = [], []
     for rows in self.token_batches(inputs):
         used, prompt_index = prompts[rows].unique(return_inverse=True)
-        sampled, kept = sample_tokens(
-            self.model.ar,
-            inputs.rows(used),
-            prompt_index,
-            uniforms[rows],
-            options.temperature,
-            options.top_p,
-        )
+        wanted = inputs.rows(used), prompt_index, uniforms[rows]
+        sampled, kept = sample_tokens(self.model.ar, *wanted, options.temperature, options.top_p)
         ids.append(sampled)
         kept_sets.append(kept)
     return torch.cat(ids), None if kept_sets[0] is None else torch.cat(kept_sets)
@@ -128,9 +120,16 @@ def prepare_denoising(self, rollout: Rollout) -> Rollout:
     )
     if self.model.dit_decides:
         denoising = self.add_decisions(denoising)
-    shared = options.shared_noise and self.model.dit_decides and options.noise_level > 0
-    first_noise = named_noise(request.names.first_noise(shared), self.latent_shape)
+    first_noise = named_noise(self.first_noise_names(), self.latent_shape)
     return replace(rollout, initial_latents=first_noise, denoising=denoising)
+
+
+@patch_to(RolloutSampler)
+def first_noise_names(self) -> list[str]:
+    "N names; with `shared_noise`, images of the same tokens have the same name."
+    options = self.request.options
+    shared = options.shared_noise and self.model.dit_decides and options.noise_level > 0
+    return self.request.names.first_noise(shared)
 
 
 @patch_to(RolloutSampler)
@@ -164,15 +163,9 @@ def add_decisions(self, denoising: Denoising) -> Denoising:
 def image_inputs(rollout: Rollout) -> ImageInputs:
     "What the DiT makes the images of a rollout of."
     denoising, grids = rollout.denoising, rollout.tokens.grids
-    return ImageInputs(
-        large_grid_tokens(rollout.token_ids, grids),
-        grids[-1],
-        rollout.prompts,
-        denoising.num_inference_steps,
-        denoising.guidance_scale,
-        denoising.sources,
-        denoising.glyphs,
-    )
+    tokens = large_grid_tokens(rollout.token_ids, grids), grids[-1], rollout.prompts
+    steps = denoising.num_inference_steps, denoising.guidance_scale
+    return ImageInputs(*tokens, *steps, denoising.sources, denoising.glyphs)
 
 
 @patch_to(RolloutSampler)
@@ -195,16 +188,32 @@ def denoise(self, rollout: Rollout) -> Rollout:
     if self.model.dit_decides:
         return self.denoise_with_decisions(rollout)
     if request.decode:
-        sample_latents(
-            self.model.pipe,
-            image_inputs(rollout),
-            rollout.initial_latents,
-            batch_size=request.options.batch_size,
-            on_rows=self.take_images,
-        )
+        inputs, size = image_inputs(rollout), request.options.batch_size
+        noise, on_rows = rollout.initial_latents, self.take_images
+        sample_latents(self.model.pipe, inputs, noise, batch_size=size, on_rows=on_rows)
     return rollout
 
+# %% ../../nbs/3_model/19_rollouts.ipynb #c5ebdf2
+@patch_to(RolloutSampler)
+def common_starts(self) -> Distinct:
+    "Rows of the same tokens and the same first noise: one image until the first decision."
+    return distinct(list(zip(self.request.names.tokens(), self.first_noise_names())))
 
+
+@patch_to(RolloutSampler)
+def denoise_common_steps(self, rollout: Rollout) -> tuple[Tensor, int]:
+    "The steps before the first decision, once per start: latents [N, C, h, w], number of steps."
+    starts, number = self.common_starts(), min(rollout.denoising.decisions, default=0)
+    if number == 0 or len(starts.names) == len(rollout):
+        return rollout.initial_latents, 0
+    different = rollout.rows(starts.first_rows)
+    inputs, size = image_inputs(different), self.request.options.batch_size
+    found = sample_latents(
+        self.model.pipe, inputs, different.initial_latents, batch_size=size, steps=range(number)
+    )
+    return found["latents"][starts.of_row], number
+
+# %% ../../nbs/3_model/19_rollouts.ipynb #c9eb391
 @patch_to(RolloutSampler)
 def denoise_with_decisions(self, rollout: Rollout) -> Rollout:
     "Denoise in the batches in which the steps will be scored: rounding is then the same."
@@ -212,10 +221,14 @@ def denoise_with_decisions(self, rollout: Rollout) -> Rollout:
     noise = None
     if decisions:
         noise = named_noise(request.names.step_noise(), (len(decisions), *self.latent_shape))
+    latents, done = self.denoise_common_steps(rollout)
+    steps = range(done, request.options.num_inference_steps)
     size = request.score_batch_size or request.options.batch_size
     batches = []
     for start in range(0, len(rollout), size):
-        batches.append(self.denoise_batch(rollout, noise, slice(start, start + size)))
+        rows = slice(start, start + size)
+        of_rows = None if noise is None else noise[rows]
+        batches.append(self.denoise_batch(rollout, latents[rows], of_rows, rows, steps))
     found = {}
     for name in batches[0]:
         found[name] = torch.cat([batch[name] for batch in batches])
@@ -230,20 +243,23 @@ def denoise_with_decisions(self, rollout: Rollout) -> Rollout:
 
 
 @patch_to(RolloutSampler)
-def denoise_batch(self, rollout: Rollout, noise: Tensor | None, rows: slice) -> dict:
+def denoise_batch(
+    self,
+    rollout: Rollout,
+    latents: Tensor,  # [n, C, h, w] float32, before `steps`
+    noise: Tensor | None,  # [n, D, C, h, w] float32, of the decisions
+    rows: slice,  # n of them
+    steps: range,
+) -> dict[str, Tensor]:
     "Latents of some rows, and what their decisions were."
     batch = rollout.rows(rows)
 
     def on_rows(inner, latents):
         self.take_images([rows.start + i for i in inner], latents)
 
+    inputs, options = image_inputs(batch), batch.denoising.noise
     return sample_latents(
-        self.model.pipe,
-        image_inputs(batch),
-        batch.initial_latents,
-        None if noise is None else noise[rows],
-        batch.denoising.noise,
-        on_rows=on_rows,
+        self.model.pipe, inputs, latents, noise, options, steps=steps, on_rows=on_rows
     )
 
 # %% ../../nbs/3_model/19_rollouts.ipynb #n044
