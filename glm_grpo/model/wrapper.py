@@ -189,17 +189,11 @@ def compute_token_logprobs(
 
 
 @patch_to(GLMImageWrapper)
-def compute_sequence_logprobs(
-    self,
-    rollout: Rollout,
-    attention_mask: None = None,  # refused: a rollout holds the padding of its prompts
-) -> Tensor:  # [N] float32
-    "Mean over the tokens: one log-prob per sample. UserError: an attention_mask is given."
+def compute_sequence_logprobs(self, rollout: Rollout, attention_mask=None) -> Tensor:  # [N]
+    "Mean over the tokens, float32. UserError: an attention_mask, which a rollout does not need."
     if attention_mask is not None:
-        raise UserError(
-            "compute_sequence_logprobs takes no attention_mask: the rollout holds its prompts and "
-            "their padding. Call compute_sequence_logprobs(rollout)."
-        )
+        told = "takes no attention_mask: the rollout holds its prompts and their padding. Call"
+        raise UserError(f"compute_sequence_logprobs {told} compute_sequence_logprobs(rollout).")
     return self.compute_token_logprobs(rollout).mean(1)
 
 

@@ -53,7 +53,7 @@ def take_value(
     values, rest = take_values(argv, flag)
     return (values[-1] if values else None), rest
 
-
+# %% ../../nbs/6_run/04_command_line.ipynb #c04join
 def join_negative(words: list[str]) -> list[str]:
     "--lr -1 becomes --lr=-1, because argparse mistakes -1 for an option."
     joined = []

@@ -91,6 +91,9 @@ class KeepLines(argparse.RawDescriptionHelpFormatter, DefaultHelpFormatter):
             return super()._get_help_string(action)
         return f"{action.help} (default: %(default)s)"
 
+    def _split_lines(self, text, width):
+        return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
+
 # %% ../../nbs/6_run/03_help.ipynb #c71e00a
 def make_parser(
     prog: str = "python -m glm_grpo.train",  # how the program is called
