@@ -64,6 +64,11 @@ class Frames:
         return self.html
 
 
+def _written(values: Sequence) -> tuple[str, ...]:
+    "Values as they stand beside a slider."
+    return tuple(f"{value:.4g}" if isinstance(value, float) else str(value) for value in values)
+
+
 def _slider(label: str, names: Sequence[str], start: int) -> str:
     "HTML of one slider with its label and its value."
     label, names = escape(label), [escape(name) for name in names]
@@ -103,10 +108,7 @@ def sliders(
     pictures = [_png(draw(*values), colors) for values in combinations]
     different = list(dict.fromkeys(pictures))
     which = [different.index(picture) for picture in pictures]
-    names = {
-        label: tuple(f"{v:.4g}" if isinstance(v, float) else str(v) for v in values)
-        for label, values in positions.items()
-    }
+    names = {label: _written(values) for label, values in positions.items()}
     place = 0
     for values, index in zip(positions.values(), start):
         place = place * len(values) + index
