@@ -192,8 +192,8 @@ def compute_token_logprobs(
 def compute_sequence_logprobs(self, rollout: Rollout, attention_mask=None) -> Tensor:  # [N]
     "Mean over the tokens, float32. UserError: an attention_mask, which a rollout does not need."
     if attention_mask is not None:
-        told = "takes no attention_mask: the rollout holds its prompts and their padding. Call"
-        raise UserError(f"compute_sequence_logprobs {told} compute_sequence_logprobs(rollout).")
+        told = "a rollout has its own masks: call compute_sequence_logprobs(rollout) without one."
+        raise UserError(f"attention_mask: {told}")
     return self.compute_token_logprobs(rollout).mean(1)
 
 
