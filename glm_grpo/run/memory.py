@@ -105,7 +105,7 @@ def cache_and_logits(self: MemoryEstimate) -> int:
     cache = rows * self.row * ar["num_hidden_layers"] * 2 * kv * self.bytes
     return cache + rows * ar["vision_vocab_size"] * 4 * 4
 
-
+# %% ../../nbs/6_run/16_memory.ipynb #c54539b
 @patch_to(MemoryEstimate)
 def rows_of_dit(self: MemoryEstimate, images: int) -> int:
     "Patches of so many images; guidance needs a second pass, in the same batch."

@@ -152,8 +152,8 @@ def describe_memory(memory: dict, device: torch.device) -> str:
 # %% ../../nbs/6_run/17_plan.ipynb #cf20501
 LESS_MEMORY = (
     "Lower training.micro_batch_size, rollout.batch_size and rollout.token_batch_size, set "
-    "model.gradient_checkpointing true, model.torch_dtype bfloat16 or model.offload true; the files in configs/ say in their "
-    "names and comments which GPU they fit"
+    "model.gradient_checkpointing true, model.torch_dtype bfloat16 or model.offload true; "
+    "the files in configs/ say in their names and comments which GPU they fit"
 )
 
 
