@@ -29,6 +29,7 @@ class ImageRequest:
     score_batch_size: int | None = None  # rows scored at a time; None: all
     decode: bool = True
     on_images: Callable | None = None  # called with (rows, images [n, 3, H, W]) batch by batch
+    score: bool = True  # False: no log-probs of the tokens
 
     def prompts_of(self, rows: list[int]) -> tuple[list[str], list | None]:
         "Prompts and source images of some rows."

@@ -320,5 +320,5 @@ def sample(self) -> Rollout:
     rollout = self.prepare_denoising(self.sample_all_tokens())
     rollout = self.denoise(rollout)
     # after the images, which a reward may be looking at already
-    logprobs = self.token_logprobs(rollout)
+    logprobs = self.token_logprobs(rollout) if self.request.score else None
     return replace(rollout, token_logprobs=logprobs, image_tensors=self.images)

@@ -169,19 +169,20 @@ PART_FOLDERS = {
 
 def local_folder(
     name: str | Path,  # a folder, or a hub id
+    revision: str | None = None,  # of a hub id: branch, tag or commit; None: main
 ) -> Path | None:  # None: the published model, which is not downloaded yet
     "The folder of a model's files. UserError: another hub id that was not downloaded yet."
     if not is_hub_id(name):
         return bundled(Path(name).expanduser())
     from huggingface_hub import try_to_load_from_cache
 
-    index = try_to_load_from_cache(str(name), "model_index.json")
+    index = try_to_load_from_cache(str(name), "model_index.json", revision=revision)
     if isinstance(index, str):
         return Path(index).parent
     if str(name) != "zai-org/GLM-Image":
+        command = f"hf download {name}" + (f" --revision {revision}" if revision else "")
         raise UserError(
-            f"{name}: not downloaded yet, so its sizes are not known. "
-            f"Download it first: hf download {name}"
+            f"{name}: not downloaded yet, so its sizes are not known. Download it first: {command}"
         )
     return None
 
@@ -200,12 +201,13 @@ def published_layout() -> dict[str, dict]:  # as `model_layout`
 
 def model_layout(
     name: str | Path,  # a folder, or a hub id
+    revision: str | None = None,  # of a hub id: branch, tag or commit; None: main
 ) -> dict[str, dict]:  # ar, dit, vae, byt5 -> {"config": dict, "shapes": dict}
     """What a model consists of, without its weights; nothing is downloaded.
 
     UserError: no such model, missing files, or a hub id that was not downloaded yet.
     """
-    folder = local_folder(name)
+    folder = local_folder(name, revision)
     if folder is None:
         return published_layout()
     check_model_folder(folder)

@@ -155,6 +155,7 @@ def generate_with_tracking(  # noqa: PLR0913  the public interface
     # rows scored at a time; with the trainer's micro-batch ratios are exactly 1 in bf16, too
     score_batch_size: int | None = None,
     decode: bool = True,  # False: no images
+    score: bool = True,  # False: no log-probs of the tokens, which an evaluation does not use
     # called with (rows, images [n, 3, H, W]) as soon as a batch of images is there
     on_images: Callable[[list[int], Tensor], None] | None = None,
     options: RolloutOptions | None = None,
@@ -171,7 +172,7 @@ def generate_with_tracking(  # noqa: PLR0913  the public interface
         seed = self.seed if seed is None else seed
         names = number_rows(seed, prompts, images, self.component)
     options = complete_options(options, changes, self.pipe)
-    noise_and_options = names, options, score_batch_size, decode, on_images
+    noise_and_options = names, options, score_batch_size, decode, on_images, score
     request = ImageRequest(prompts, images, height, width, *noise_and_options)
     return RolloutSampler(self, request).sample()
 

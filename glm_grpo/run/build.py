@@ -335,15 +335,18 @@ def make_trainer(
     dataset: T2IDataset,  # training prompts
     reward: Callable | dict,
     out: str | Path,  # folder of the run
-    watch: Iterable[Callback] = (),  # more callbacks, called before the line is written
+    # more callbacks, of all ranks, called before the line is written
+    watch: Iterable[Callback] = (),
     ranks: Ranks | None = None,  # only the first one writes
 ) -> MinimalGRPOTrainer:
     "The trainer of a run, with the callbacks that write its folder."
     training, ranks = config.training, ranks or Ranks()
     loader = make_dataloader(dataset, training.batch_size, training.seed, ranks.rank, ranks.world)
-    callbacks = make_callbacks(config, Path(out), list(watch))
-    if not ranks.first:  # what is spread over ranks is saved together
-        callbacks = [c for c in callbacks if isinstance(c, CheckpointCallback) and ranks.shards]
+    watch = list(watch)
+    callbacks = make_callbacks(config, Path(out), watch)
+    if not ranks.first:  # all ranks evaluate, and save what is spread over them
+        saves = CheckpointCallback if ranks.shards else ()
+        callbacks = [c for c in callbacks if c in watch or isinstance(c, saves)]
     options = trainer_options(config)
     return MinimalGRPOTrainer(
         model, loader, reward, options=options, ranks=ranks, callbacks=callbacks

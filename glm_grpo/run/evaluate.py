@@ -18,7 +18,7 @@ from ..rewards.calling import RewardError, save_failed, where_raised
 from ..rewards.functions import functions_of_others, named_functions
 from glm_grpo.run.build import (
     check_reward,
-    load_model,
+    load_on_ranks,
     make_reward,
     open_data,
     other_metrics,
@@ -35,31 +35,36 @@ from .report import write_page
 from ..training.checkpoint_folder import find_checkpoint, read_note, run_folder
 from ..training.checkpoints import differences
 from ..training.console import statuses_help
+from ..training.ranks import Ranks
 
 PROGRAM = "python -m glm_grpo.evaluate"
 MORE_HELP = (
-    "Besides, all options of python -m glm_grpo.train, for example --training.eval_samples 8 or "
-    "--data.eval_prompts_file FILE. Measured is every metric that can judge the data, trained or "
-    "not; those that need weights: with reward.models."
+    "All options of python -m glm_grpo.train are options of this program, too: for example "
+    "--training.eval_samples 8 or --data.eval_prompts_file FILE. It measures every metric that can "
+    "judge the data, trained or not. Metrics that need weights take them from reward.models. On "
+    "several GPUs: accelerate launch --num_processes 8 -m glm_grpo.evaluate ...; they share the "
+    "prompts."
 )
 
 # %% ../../nbs/6_run/14_evaluate.ipynb #cc7aaa3
 def make_own_parser() -> argparse.ArgumentParser:
-    "The options that training does not have."
+    "The options of this program that training does not have."
     parser = argparse.ArgumentParser(prog=PROGRAM, add_help=False, allow_abbrev=False)
     parser.add_argument(
         "--checkpoint",
         metavar="FOLDER",
-        help="a checkpoint of training, or a run's folder: its newest checkpoint; without it the "
-        "model itself is evaluated",
+        help="a checkpoint of training, or the folder of a run: its newest checkpoint; without it "
+        "the model itself is evaluated",
     )
     parser.add_argument(
         "--baseline",
         metavar="FOLDER",
-        help="another checkpoint of the same model to compare it with; without it: the model "
+        help="another checkpoint of the same model, to compare with; without it: the model "
         "without a checkpoint",
     )
-    parser.add_argument("--model", metavar="NAME", help="folder or hub id, if other than the run's")
+    parser.add_argument(
+        "--model", metavar="NAME", help="folder or hub id, if not the model of the run"
+    )
     parser.add_argument(
         "--output_dir",
         metavar="DIR",
@@ -69,7 +74,7 @@ def make_own_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--trust_run_code",
         action="store_true",
-        help="run reward functions that only the run's own config.yaml names, see SECURITY.md",
+        help="run reward functions that only the run's own config.yaml names; see SECURITY.md",
     )
     return parser
 
@@ -94,7 +99,7 @@ def numbers_table(
 
 # %% ../../nbs/6_run/14_evaluate.ipynb #n009
 def check_same_model(checkpoint: Path, baseline: Path) -> None:
-    "UserError: the two checkpoints are of different models."
+    "UserError: the two checkpoints belong to different models."
     made = [read_note(folder)["made_by"] for folder in (checkpoint, baseline)]
     wrong = []
     for difference in differences(*made):
@@ -103,7 +108,7 @@ def check_same_model(checkpoint: Path, baseline: Path) -> None:
     if wrong:
         raise UserError(
             f"--baseline {baseline}: made with another model than {checkpoint} "
-            f"({'; '.join(wrong)}). Compare checkpoints of one model."
+            f"({'; '.join(wrong)}). Compare checkpoints of the same model."
         )
 
 # %% ../../nbs/6_run/14_evaluate.ipynb #n012
@@ -116,15 +121,17 @@ class Comparison:
         checkpoint: Path | None,
         baseline: Path | None,
         output_dir: str | None = None,
+        ranks: Ranks | None = None,  # they share the prompts; None: one process
     ):
         self.config, self.checkpoint, self.baseline = config, checkpoint, baseline
+        self.ranks = ranks or Ranks()
         self.out = Path(output_dir) if output_dir else self.default_folder()
         size = image_height_width(config)
         _, self.dataset = open_data(config)
         self.reward = make_reward(config)
         check_reward(self.reward, self.dataset, *size)
         self.others = other_metrics(config, self.reward)
-        self.model = load_model(config)
+        self.model = load_on_ranks(config, self.ranks)
         check_prompt_lengths(self.model, self.dataset, *size)
 
     def default_folder(self) -> Path:
@@ -139,9 +146,8 @@ def measure(self: Comparison, folder: Path | None, name: str) -> dict:
         average = folder / "ema"
         self.model.load_adapter(average if average.is_dir() else folder)
     try:
-        return evaluate_config(
-            self.model, self.config, self.dataset, self.reward, name, self.others
-        )
+        given = self.config, self.dataset, self.reward, name, self.others, self.ranks
+        return evaluate_config(self.model, *given)
     except RewardError as e:
         raise UserError(where_raised(e) + save_failed(e, self.out)) from e
 
@@ -176,21 +182,22 @@ def tell(self: Comparison, before: dict, after: dict | None) -> None:
 
 @patch_to(Comparison)
 def run(self: Comparison) -> None:
-    "Measure, write, print."
+    "Measure on all ranks; write and print on the first."
     name = "without the checkpoint" if self.checkpoint else "the model"
     before = self.measure(self.baseline, "the baseline" if self.baseline else name)
     after = None
     if self.checkpoint:
         after = self.measure(self.checkpoint, "with the checkpoint")
-    self.write(before, after)
-    self.tell(before, after)
+    if self.ranks.first:
+        self.write(before, after)
+        self.tell(before, after)
 
 # %% ../../nbs/6_run/14_evaluate.ipynb #cab6aa0
 TRUST = "--trust_run_code"
 
 
 def take_trust(words: list[str]) -> tuple[bool, list[str]]:
-    "Whether the run's code is trusted, and the words without that one."
+    "Whether the option is given, and the other words."
     return TRUST in words, [word for word in words if word != TRUST]
 
 
@@ -202,11 +209,11 @@ def code_of(config: Config) -> list[str]:
 
 
 def check_code_of_run(
-    config: Config,  # what the run's configuration and the words make together
+    config: Config,  # the run's configuration, changed by the words
     words: list[str],  # of the command line, without the checkpoint
     run: Path | None,  # folder of the run
 ) -> None:
-    "UserError: code would run that only the run's own configuration names."
+    "UserError: only the run's own configuration names a function."
     if run is None or not code_of(config):
         return
     named = list(dict.fromkeys(code_of(config)))
@@ -230,7 +237,7 @@ def evaluate_command(words: list[str]) -> int:
         raise UserError(f"{words[-1]}: a value is missing. See --help.")
     own, rest = parser.parse_known_args(words)
     if own.baseline and not own.checkpoint:
-        raise UserError("--baseline is compared with a checkpoint. Name that with --checkpoint.")
+        raise UserError("--baseline is compared with a checkpoint. Add --checkpoint FOLDER.")
     if own.output_dir:
         check_output_folder(own.output_dir, "--output_dir")
     checkpoint = find_checkpoint(own.checkpoint) if own.checkpoint else None
@@ -244,7 +251,11 @@ def evaluate_command(words: list[str]) -> int:
     config.model.name = own.model or config.model.name
     check_config(config, trains=False)
     config.training.eval_samples = config.training.eval_samples or 4
-    Comparison(config, checkpoint, baseline, own.output_dir).run()
+    ranks = Ranks.start(config.model.device)
+    try:
+        Comparison(config, checkpoint, baseline, own.output_dir, ranks).run()
+    finally:
+        ranks.stop()
     return 0
 
 
@@ -252,7 +263,7 @@ def main(
     argv: list[str] | None = None,  # words of the command line; None: those of this process
 ) -> int:  # exit status
     """`python -m glm_grpo.evaluate --checkpoint FOLDER [--baseline FOLDER]` measures every metric
-    on the held-out prompts without (or with another) and with a checkpoint; writes eval.json,
-    before_after.png and page.html."""
+    on the held-out prompts, with the checkpoint and with the baseline (without one: the model
+    itself). Writes eval.json, before_after.png and page.html."""
     words = list(sys.argv[1:] if argv is None else argv)
     return run_command(evaluate_command, words)

@@ -42,9 +42,10 @@ class PeriodicEvaluation(Callback):
         every: int = 0,  # steps; 0: never by itself
         trained: Iterable[str] = (),  # names of the metrics that have a weight
         say: Callable[[str], None] = print,  # called with each warning
+        writes: bool = True,  # False: another rank writes the file
     ):
         self.path, self.evaluate, self.every = Path(path), evaluate, every
-        self.trained, self.say = list(trained), say
+        self.trained, self.say, self.writes = list(trained), say, writes
         self.alarms = []  # what the newest evaluation warns of
         self.history = []
         if self.path.is_file():
@@ -61,8 +62,9 @@ class PeriodicEvaluation(Callback):
         line = json.loads(json.dumps({"step": step, **eval_record(result)}))
         kept = [h for h in self.history if h["step"] != step and _same_questions(h, line)]
         self.history = sorted([*kept, line], key=lambda h: h["step"])
-        with atomic_write(self.path) as f:
-            f.writelines(json.dumps(h, ensure_ascii=False) + "\n" for h in self.history)
+        if self.writes:
+            with atomic_write(self.path) as f:
+                f.writelines(json.dumps(h, ensure_ascii=False) + "\n" for h in self.history)
         self._look_for_alarms(step)
         for alarm in self.alarms:
             self.say(alarm)

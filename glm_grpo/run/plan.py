@@ -101,7 +101,7 @@ def longest_prompt(
     *datasets: T2IDataset,
 ) -> int:  # tokens; where the model was not downloaded yet: a third of its bytes and 32
     "UserError names the file and the line of a prompt that is too long for the model."
-    folder = local_folder(config.model.name)
+    folder = local_folder(config.model.name, config.model.revision)
     if folder is None:
         prompts = [prompt for dataset in datasets for prompt in dataset.prompts]
         return max(len(prompt.encode()) for prompt in prompts) // 3 + 32
@@ -142,17 +142,18 @@ def in_bytes(number: float) -> str:
 
 def describe_memory(memory: dict, device: torch.device) -> str:
     "The peak and its parts."
-    parts = ", ".join(f"{k} {in_bytes(v)}" for k, v in memory.items() if k != "peak")
+    counted = {k: v for k, v in memory.items() if not k.endswith("peak") and v}
+    parts = ", ".join(f"{k} {in_bytes(v)}" for k, v in counted.items())
     return (
-        f"about {in_bytes(memory['peak'])} on {device}: {parts}; drawing and update come one after "
-        "the other; keep a tenth free"
+        f"about {in_bytes(memory['peak'])} on {device}: {parts}; drawing and update (gradients, "
+        "activations) come one after the other; keep a tenth free"
     )
 
 # %% ../../nbs/6_run/17_plan.ipynb #cf20501
 LESS_MEMORY = (
-    "Lower training.micro_batch_size and rollout.batch_size, set model.gradient_checkpointing "
-    "true, model.torch_dtype bfloat16 or model.offload true; the files in configs/ say in their "
-    "names and comments which GPU they fit"
+    "Lower training.micro_batch_size, rollout.batch_size and rollout.token_batch_size, set "
+    "model.gradient_checkpointing true, model.torch_dtype bfloat16 or model.offload true; "
+    "the files in configs/ say in their names and comments which GPU they fit"
 )
 
 
@@ -217,7 +218,7 @@ def plan(
 ) -> dict[str, Any]:  # work, trained, memory (bytes), seconds (None: not estimated)
     """Count and estimate a run. UserError as `model_layout` and `count_trained`, for a device or
     number format that is not there, and for a run that the device cannot hold."""
-    layout = model_layout(config.model.name)
+    layout = model_layout(config.model.name, config.model.revision)
     total = sum(numbers_in(part["shapes"]) for part in layout.values())
     device = pick_device(config.model.device)
     dtype = pick_dtype(config.model.torch_dtype, device)

@@ -162,7 +162,8 @@ def make_watch(self: Run) -> PeriodicEvaluation:
         lambda: self.measure(None),
         self.config.training.eval_interval,
         trained,
-        lambda text: tqdm.write(f"{'WARNING':>10}  {text}"),
+        lambda text: self.ranks.first and tqdm.write(f"{'WARNING':>10}  {text}"),
+        writes=self.ranks.first,
     )
 
 # %% ../../nbs/6_run/19_train.ipynb #n012
@@ -201,8 +202,9 @@ def what_to_watch(config: Config) -> str:
 
 @patch_to(Run)
 def evaluate(self: Run, name: str | None) -> dict:
-    "The held-out prompts, with the weights as they are."
-    return evaluate_config(self.model, self.config, self.heldout, self.reward, name, self.others)
+    "The held-out prompts, with the weights as they are. All ranks share them."
+    given = self.config, self.heldout, self.reward, name, self.others, self.ranks
+    return evaluate_config(self.model, *given)
 
 
 @patch_to(Run)
@@ -275,8 +277,8 @@ def describe_evaluation(self: Run) -> str:
 
 @patch_to(Run)
 def evaluates(self: Run) -> bool:
-    "Whether this rank evaluates."
-    return bool(self.config.training.eval_samples and self.ranks.first)
+    "Whether this run evaluates."
+    return bool(self.config.training.eval_samples)
 
 # %% ../../nbs/6_run/19_train.ipynb #n015
 @patch_to(Run)
