@@ -9,7 +9,6 @@ __all__ = ['share_rows', 'Share', 'join_tables', 'join_shares']
 import math
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
 from ..data.rollout import request_names
