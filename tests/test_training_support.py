@@ -381,6 +381,13 @@ def test_trackers_get_images_if_they_can_show_them(tmp_path):
     assert with_images.finish.called and without.log.called and without.finish.called
 
 
+def test_trackers_get_images_of_the_first_step_and_then_every_few(tmp_path):
+    tracker = mock.Mock()
+    with mock.patch("glm_grpo.training.callbacks._start_tracker", lambda *args: [tracker]):
+        make_trainer(callbacks=[TrackerLogger(tmp_path, image_every=5)]).train(6)
+    assert [call.kwargs["step"] for call in tracker.log_images.call_args_list] == [1, 5]
+
+
 def test_trackers_skip_steps_and_numbers_that_are_not_finite(tmp_path):
     class Nan(Callback):
         def on_step_end(self, trainer, metrics, experience):
