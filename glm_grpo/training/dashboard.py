@@ -4,13 +4,13 @@
 
 # %% auto #0
 __all__ = ['WIDTH', 'HEIGHT', 'LEFT', 'BELOW', 'POINTS', 'reward_curve', 'experience_html', 'trainer_html', 'Dashboard',
-           'in_notebook', 'default_callbacks']
+           'in_notebook', 'callbacks_or_default']
 
 # %% ../../nbs/5_training/15_dashboard.ipynb #c64f951
 import html
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from ..data.basics import patch_to
 from ..data.images import images_html, tensor_to_pil
@@ -224,10 +224,13 @@ def in_notebook() -> bool:
     return ipython is not None and hasattr(ipython.get_ipython(), "kernel")
 
 
-def default_callbacks(
-    first: bool,  # whether this rank is the first one: the others show nothing
+def callbacks_or_default(
+    callbacks: Iterable[Callback] | None,  # what the trainer was given
+    first: bool,  # whether this rank is the first one: by default the others show nothing
 ) -> list[Callback]:
-    "What a trainer shows when it is given no callbacks."
+    "The given callbacks; None: one that shows the progress."
+    if callbacks is not None:
+        return list(callbacks)
     if not first:
         return []
     return [Dashboard() if in_notebook() else ProgressBar()]

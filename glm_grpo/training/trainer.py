@@ -17,9 +17,10 @@ from ..data.loader import as_batch, batches_per_pass, endless_batches
 from ..data.rollout import Policy, Samples
 from ..maths.loss import compute_grpo_loss
 from . import checkpoints
-from .callbacks import Callback, ProgressBar
+from .callbacks import Callback
 from .collector import Collector, callbacks_running, complete_trainer_options
 from .collector import unlearnt_batch_returns
+from .dashboard import callbacks_or_default, trainer_html
 from .experience import Experience, MiniBatch, deal_minibatches, of_policy
 from .interrupts import uncut
 from .metrics import Agreement, NotFinite, to_floats
@@ -42,6 +43,8 @@ def trained_parameters(policies: dict[str, Policy]) -> dict[str, list]:
 class MinimalGRPOTrainer:
     "GRPO (arXiv 2402.03300, algorithm 1) for any model that can sample and score."
 
+    _repr_html_ = trainer_html
+
     def __init__(  # noqa: PLR0913  the public interface
         self,
         model,  # GLMImageWrapper, or anything with generate_with_tracking, policies, reference...
@@ -59,7 +62,8 @@ class MinimalGRPOTrainer:
         *,
         options: TrainerOptions | None = None,  # in place of group_size to guidance_scale
         ranks: Ranks | None = None,  # processes that share the step's prompts; None: this one alone
-        callbacks: Iterable[Callback] | None = None,  # called in this order; None: a ProgressBar
+        # called in this order; None: a Dashboard in a notebook, else a ProgressBar
+        callbacks: Iterable[Callback] | None = None,
         **changes,  # any option of TrainerOptions by its name: beta, micro_batch_size, seed...
     ):
         "UserError: an option that is unknown or cannot work."
@@ -69,9 +73,7 @@ class MinimalGRPOTrainer:
         self.options = complete_trainer_options(model, options, given, changes)
         self.model, self.policies = model, model.policies
         self.train_dataloader, self.ranks = train_dataloader, ranks or Ranks()
-        if callbacks is None:
-            callbacks = [ProgressBar()] if self.ranks.first else []
-        self.callbacks = list(callbacks)
+        self.callbacks = callbacks_or_default(callbacks, self.ranks.first)
         self.rewards = {name: of_policy(name, reward_function) for name in self.policies}
         self.collector = Collector(model, self.rewards, self.options, self.ranks)
         self.images_per_prompt = self.collector.images_per_prompt
@@ -80,7 +82,7 @@ class MinimalGRPOTrainer:
         self.step = self.last_step = self.bad_steps = 0
         self.stop = False  # set it to end `train` after the running step
         self.whole = True  # False while some, but not all, optimizer steps on a rollout are done
-        self.last_experience = None
+        self.last_experience, self.history = None, []  # history: each step's metrics
         self.agreement = None  # of sampling and scoring, from the first update on
 
 
@@ -117,7 +119,8 @@ def learn(self, experience: Experience) -> dict[str, float]:
         self.ranks.join()
     self.step, self.whole = self.step + 1, True
     rates = self.optimizer.learning_rates()
-    return summarise(self.step, experience, lines, rates, self.ranks)
+    self.history.append(summarise(self.step, experience, lines, rates, self.ranks))
+    return self.history[-1]
 
 
 @patch_to(MinimalGRPOTrainer)
@@ -243,18 +246,18 @@ def train(
     UserError: the ratio is not 1 before the first update. NotFinite: see `check_finite`."""
     if num_steps is None:
         num_steps = batches_per_pass(self.train_dataloader)
-    self.stop, self.last_step, history = False, self.step + num_steps, []
+    self.stop, self.last_step, begin = False, self.step + num_steps, len(self.history)
     batches = endless_batches(self.train_dataloader, self.step)
     with callbacks_running(self):
         while self.step < self.last_step and not any(self.ranks.gather(self.stop)):
             with unlearnt_batch_returns(self):
-                history.append(self.train_next(batches))
+                self.train_next(batches)
             self.check_finite()
-    return history
+    return self.history[begin:]
 
 
 @patch_to(MinimalGRPOTrainer)
-def train_next(self, batches: Iterator[dict]) -> dict[str, float]:
+def train_next(self, batches: Iterator[dict]) -> None:
     "The next step, and its callbacks. Ctrl+C while it learns waits until they are done."
     taken = []
     self.ranks.agree(lambda: taken.append(as_batch(next(batches))))
@@ -263,7 +266,6 @@ def train_next(self, batches: Iterator[dict]) -> dict[str, float]:
         metrics = self.learn(experience)
         for callback in self.callbacks:
             callback.on_step_end(self, metrics, experience)
-    return metrics
 
 
 @patch_to(MinimalGRPOTrainer)
