@@ -63,7 +63,8 @@ def images_html(
         cells.append(
             '<figure style="display:inline-block;vertical-align:top;margin:2px;'
             f'width:{side}px;font-size:11px;line-height:1.2;text-align:center">'
-            f'<img src="{address}" width="{width}" alt="" style="border:1px solid #8886;image-rendering:pixelated">'
+            f'<img src="{address}" width="{width}" alt="" '
+            'style="border:1px solid #8886;image-rendering:pixelated">'
             f"<figcaption>{html.escape(caption)}</figcaption></figure>"
         )
     return "".join(cells)
