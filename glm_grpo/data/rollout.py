@@ -8,6 +8,8 @@ __all__ = ['per_row', 'take_rows', 'Rollout', 'Samples', 'Policy', 'request_name
 # %% ../../nbs/2_data/07_rollout.ipynb #n005
 import dataclasses
 import hashlib
+import html
+import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -16,7 +18,8 @@ from functools import cached_property
 from typing import Any, Literal
 import torch
 from torch import Tensor
-from .images import tensor_to_pil
+from .basics import patch_to
+from .images import images_html, tensor_to_pil
 from .options import at_least, option
 
 
@@ -107,6 +110,15 @@ class Rollout:
         if self.token_logprobs is not None:
             told.append(f"mean log-prob of a token {self.token_logprobs.mean().item():.3f}")
         return f"Rollout({', '.join(told)})"
+
+# %% ../../nbs/2_data/07_rollout.ipynb #c9d4714
+@patch_to(Rollout)
+def _repr_html_(self):
+    if self.image_tensors is None:
+        return None
+    images = tensor_to_pil(self.image_tensors[:16])
+    captions = [textwrap.shorten(prompt, 40) for prompt in self.prompts[:16]]
+    return f"<div>{html.escape(repr(self))}</div>{images_html(images, captions)}"
 
 # %% ../../nbs/2_data/07_rollout.ipynb #n014
 @dataclass(frozen=True)

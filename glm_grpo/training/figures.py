@@ -49,7 +49,7 @@ def _first_sources(source_images, images, group_size):
 
 
 def _best_first(images, rewards):
-    "[(image, its reward in words)]"
+    "[(image, its reward as text)]"
     order = rewards.argsort(descending=True, stable=True)
     labelled = []
     for k in order.tolist():
@@ -86,9 +86,9 @@ def _draw_text(sheet, place, text, color):
 def gap_figure(
     experience: Experience,  # after `learn`
     policies: dict[str, Policy],
-) -> "matplotlib.figure.Figure | None":  # noqa: F821  None where no decision has moved
+) -> "matplotlib.figure.Figure | None":  # noqa: F821  None: no decision has changed
     """|new - old| of each decision (mean over the samples), before the first optimizer step on
-    the rollout and before the last one, laid out as its policy says."""
+    the rollout and before the last one, arranged by the policy's `lay_out`."""
     moments = {"before the first optimizer step": experience.gaps[0]}
     if len(experience.gaps) > 1:
         moments["before the last one"] = experience.gaps[-1]
@@ -120,11 +120,11 @@ def _draw_panels(rows):
         for ax, (title, values) in zip(axes[:, column], panels):
             image = ax.imshow(values, vmin=0, vmax=max(1e-12, largest))  # one scale per column
             figure.colorbar(image, ax=ax, shrink=0.7)
-            ax.set_title(title, fontsize=8)
+            ax.set_title(title, fontsize=9)
             ax.set_xticks([])
             ax.set_yticks([])
-    label = "|new - old| of a decision's log-probability, mean over the samples"
-    figure.supxlabel(label, fontsize=8)
+    label = "|new - old| of a decision's log-prob in nats, mean over the samples"
+    figure.supxlabel(label, fontsize=9)
     return figure
 
 

@@ -14,7 +14,7 @@ ROAD = (
     "3_model/01_tokens",
     "3_model/07_scoring",
     "3_model/11_denoise",
-    "5_training/15_trainer",
+    "5_training/16_trainer",
     "6_run/19_train",
     "6_run/20_results",
 )

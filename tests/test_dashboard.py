@@ -1,0 +1,145 @@
+"A training in a notebook: what is displayed, when, and what changes elsewhere."
+
+import re
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from PIL import Image
+
+from glm_grpo.data.rollout import Rollout
+from glm_grpo.training.callbacks import Callback, ProgressBar
+from glm_grpo.training.dashboard import Dashboard, callbacks_or_default, experience_html
+from glm_grpo.training.toy import ICONS, ToyPainter, ToyStudio, icon_images, nearness
+from glm_grpo.training.trainer import MinimalGRPOTrainer
+
+PROMPTS = list(ICONS)
+BATCH = {"prompts": PROMPTS, "target_images": icon_images(PROMPTS)}
+
+
+class Area:
+    "Stands for IPython's display and for the handle that it returns."
+
+    def __init__(self):
+        self.begun, self.updates = [], []
+
+    def __call__(self, shown, display_id):
+        assert display_id is True
+        self.begun.append(shown._repr_html_())
+        return self
+
+    def update(self, shown):
+        self.updates.append(shown._repr_html_())
+
+
+def make_trainer(model=None, **options):
+    options = {"group_size": 4, "learning_rate": 0.3, "lr_scheduler": "constant"} | options
+    return MinimalGRPOTrainer(model or ToyPainter(PROMPTS), [BATCH], nearness, **options)
+
+
+@pytest.fixture
+def kernel(monkeypatch):
+    "IPython with a kernel; its display is an `Area`."
+    area = Area()
+    ipython = SimpleNamespace(get_ipython=lambda: SimpleNamespace(kernel="a kernel"))
+    monkeypatch.setitem(sys.modules, "IPython", ipython)
+    monkeypatch.setitem(sys.modules, "IPython.display", SimpleNamespace(display=area))
+    return area
+
+
+def captions(shown):
+    return re.findall("<figcaption>([^<]*)<", shown)
+
+
+def test_in_a_notebook_a_training_updates_one_area_each_step(kernel, capsys):
+    trainer = make_trainer()
+    history = trainer.train(5)
+    assert len(kernel.begun) == 1 and len(kernel.updates) == 5
+    for i, (shown, line) in enumerate(zip(kernel.updates, history)):
+        assert f"step {i + 1}/5: reward {line['reward_mean']:.3f}" in shown
+        assert f'<progress value="{i + 1}" max="5"' in shown and " left" in shown
+        assert ("<svg" in shown) == (i > 0)
+        assert "agreement of sampling" in shown
+    rewards = trainer.last_experience.rewards[:4].sort(descending=True).values
+    best = [float(text.split(",")[0]) for text in captions(kernel.updates[-1])[:4]]
+    assert best == pytest.approx(rewards.tolist(), abs=6e-4)
+    assert capsys.readouterr().out == ""
+    trainer.train(2)  # another area, whose curve goes on
+    assert len(kernel.begun) == 2 and len(kernel.updates) == 7
+    assert ">step 1<" in kernel.updates[-1] and "step 7/7" in kernel.updates[-1]
+
+
+@pytest.mark.parametrize("shell", [None, SimpleNamespace()], ids=["python", "ipython"])
+def test_outside_a_notebook_lines_are_printed(monkeypatch, capsys, shell):
+    ipython = SimpleNamespace(get_ipython=lambda: shell)
+    monkeypatch.setitem(sys.modules, "IPython", ipython)
+    trainer = make_trainer()
+    assert [type(callback) for callback in trainer.callbacks] == [ProgressBar]
+    trainer.train(2)
+    assert capsys.readouterr().out.count(" s/step, ") == 2
+
+
+def test_python_without_ipython_has_no_notebook(monkeypatch):
+    monkeypatch.delitem(sys.modules, "IPython", raising=False)
+    assert [type(callback) for callback in make_trainer().callbacks] == [ProgressBar]
+    assert "IPython" not in sys.modules
+
+
+def test_given_callbacks_are_kept(kernel):
+    keep = Callback()
+    assert make_trainer(callbacks=[keep]).callbacks == [keep]
+    assert make_trainer(callbacks=()).callbacks == []
+    assert callbacks_or_default(None, first=False) == [] == kernel.begun
+
+
+class Fail(Callback):
+    def on_step_end(self, trainer, metrics, experience):
+        if trainer.step == 2:
+            raise OSError("disk full")
+
+
+def test_an_early_end_is_shown(kernel):
+    trainer = make_trainer(callbacks=[Dashboard(), Fail()])
+    with pytest.raises(OSError, match="disk full"):
+        trainer.train(5)
+    assert len(kernel.updates) == 3
+    assert "Training stopped after step 2 of 5." in kernel.updates[-1]
+
+
+def test_a_trainer_shows_its_steps_and_metrics(tmp_path):
+    trainer = make_trainer(callbacks=())
+    assert "<svg" not in trainer._repr_html_() and "step 0" in trainer._repr_html_()
+    lines = trainer.train(3)
+    assert trainer.history == lines
+    trainer.save_checkpoint(tmp_path / "three")
+    lines += [trainer.train_step(BATCH)]
+    assert trainer.history == lines
+    shown = trainer._repr_html_()
+    assert f"step 4: reward {lines[3]['reward_mean']:.3f}" in shown and "<svg" in shown
+    assert f"<td>grad_norm</td><td>{lines[3]['grad_norm']:.4g}</td>" in shown
+    assert repr(trainer) in shown and repr(trainer).startswith("MinimalGRPOTrainer(ar of toy")
+    trainer.load_checkpoint(tmp_path / "three")
+    assert f"step 3: reward {lines[2]['reward_mean']:.3f}" in trainer._repr_html_()
+    assert trainer.train(1)[0]["reward_mean"] == lines[3]["reward_mean"]
+
+
+def test_captions_have_the_advantages_of_both_policies():
+    trainer = make_trainer(ToyStudio(PROMPTS), callbacks=(), pictures_per_sample=2)
+    experience = trainer.collect(BATCH)
+    group = experience.rewards[:8]
+    best = group.argmax().item()
+    tokens = experience.samples["ar"].advantages[best // 2]
+    light = experience.samples["dit"].advantages[best]
+    expected = f"{group[best]:.3f}, adv ar {tokens:+.2f}, adv dit {light:+.2f}"
+    assert captions(experience._repr_html_())[0] == expected
+
+
+def test_sources_stand_first_and_prompts_are_text():
+    red = Image.new("RGB", (8, 8), "red")
+    prompts = ["<b>a cat</b>"] * 2
+    rollout = Rollout(prompts, torch.zeros(2, 3, 8, 8), source_images=[[red]] * 2)
+    experience = SimpleNamespace(rollout=rollout, rewards=torch.tensor([0.1, 0.9]), samples={})
+    shown = experience_html(experience)
+    assert captions(shown) == ["source", "0.900", "0.100"]
+    assert "&lt;b&gt;a cat" in shown and "<b>" not in shown + rollout._repr_html_()
