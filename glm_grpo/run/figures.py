@@ -250,7 +250,7 @@ def _chart(
         f'<text x="54" y="118">{low:.3g}</text>'
         f'<text x="312" y="136">step {steps[-1]}</text></g>'
         f'<text x="60" y="136">{steps[0]}</text></svg>'
-        f"<figcaption>{title} {' '.join(names)}</figcaption></figure>"
+        f"<figcaption>{title} {', '.join(names)}</figcaption></figure>"
     )
 
 
@@ -261,7 +261,7 @@ def step_charts(
     steps, charts = [line["step"] for line in lines], []
     if rewards := of_policies(lines, "reward_mean").get(""):
         width = max(1, len(lines) // 10)
-        curves = {"each step": ("c0 pale", rewards)}
+        curves = {"each step (pale)": ("c0 pale", rewards)}
         curves[f"mean of {width} steps"] = ("c0", running_mean(rewards, width))
         charts.append(_chart("Reward on training prompts:", steps, curves))
     for name, title in HEALTH.items():

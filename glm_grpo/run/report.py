@@ -59,9 +59,10 @@ _COLUMNS = ("", "before", "after", "difference", "standard error", "in standard 
 
 def _colour_of(change: Change) -> str:
     "The class of the cell of the difference, as an attribute; empty: no colour."
-    if change.kind == "statistics" or not abs(change.in_errors) > 2:
+    clear = abs(change.in_errors) > 2 or change.error == 0 != change.difference
+    if change.kind == "statistics" or not clear:
         return ""
-    return ' class="good"' if change.in_errors > 0 else ' class="bad"'
+    return ' class="good"' if change.difference > 0 else ' class="bad"'
 
 
 def _row(change: Change) -> str:
@@ -154,7 +155,7 @@ document.addEventListener("input", (event) => {
 });
 """
 _SLIDER_STYLE = """
-.row, .compare { display: flex; gap: .5rem; flex: 2 1 0; min-width: 0 }
+.row, .compare { display: flex; gap: .5rem; flex: 2 1 .5rem; min-width: 0 }
 figure { margin: 0; flex: 1 1 0; min-width: 0 }
 figure img { width: 100%; height: auto; display: block; border-radius: .2rem }
 .slide { display: none }
@@ -202,7 +203,7 @@ svg { width: 100%; height: auto; display: block; overflow: visible }
 svg text { font-size: 13px; fill: var(--muted) } svg rect { fill: var(--soft) }
 polyline { fill: none; stroke-width: 1.6; vector-effect: non-scaling-stroke }
 .c0 { color: var(--brand); stroke: currentColor } .c1 { color: #e8590c; stroke: currentColor }
-.pale { opacity: .4 } span[class] { stroke: none; font-weight: 600 }
+polyline.pale { opacity: .4 } span[class] { stroke: none; font-weight: 600 }
 .curve { max-width: 100%; height: auto; background: #fff; border-radius: .2rem }
 """
 
