@@ -204,7 +204,7 @@ svg text { font-size: 13px; fill: var(--muted) } svg rect { fill: var(--soft) }
 polyline { fill: none; stroke-width: 1.6; vector-effect: non-scaling-stroke }
 .c0 { color: var(--brand); stroke: currentColor } .c1 { color: #e8590c; stroke: currentColor }
 polyline.pale { opacity: .4 } span[class] { stroke: none; font-weight: 600 }
-.curve { max-width: 100%; height: auto; background: #fff; border-radius: .2rem }
+.curve { width: 56rem; height: auto; background: #fff; border-radius: .2rem }
 """
 
 # %% ../../nbs/6_run/11_report.ipynb #n019
@@ -231,7 +231,7 @@ def _curves(history: Sequence[dict] | None, trained: Sequence[str], lines: Seque
         png = io.BytesIO()
         alarm_figure(history, trained).savefig(png, format="png", dpi=110)
         parts.append(
-            '<p><img class="curve" '
+            '<p class="wide"><img class="curve" '
             f'src="data:image/png;base64,{base64.b64encode(png.getvalue()).decode()}" '
             'alt="the trained reward, and what is not trained, over the steps"></p>'
         )
