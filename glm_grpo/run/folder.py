@@ -172,14 +172,18 @@ def write_results(
     out: str | Path,
     before: dict | None,  # results of `evaluate`
     after: dict | None,
-    watch: PeriodicEvaluation | None = None,  # its history and warnings go into the page
+    watch: PeriodicEvaluation | None = None,  # its history, warnings and agreement go into the page
 ) -> None:
     "eval.json, before_after.png, page.html and reward_curve.png, as far as there is something."
     out = Path(out)
+    lines = read_metrics(out / "metrics.jsonl")
     if before and after:
         write_eval(out / "eval.json", before=before, after=after)
         save_figure(before_after_figure(before, after), out / "before_after.png")
-        trained, history = (watch.trained, watch.history) if watch else ((), None)
-        write_page(out / "page.html", before, after, trained=trained, history=history)
-    if lines := read_metrics(out / "metrics.jsonl"):
+        of_run = {"lines": lines}
+        if watch:
+            of_run |= {"trained": watch.trained, "history": watch.history}
+            of_run["agreement"] = watch.agreement
+        write_page(out / "page.html", before, after, **of_run)
+    if lines:
         save_figure(reward_curve_figure(lines, before, after), out / "reward_curve.png")

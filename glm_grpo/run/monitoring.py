@@ -32,8 +32,8 @@ def _same_questions(a, b):
 
 
 class PeriodicEvaluation(Callback):
-    """Evaluates every so many steps, keeps eval_history.jsonl (a line per evaluation), and warns
-    of a reward that is being fooled."""
+    """Evaluates every few steps, keeps eval_history.jsonl (a line per evaluation), and warns of
+    reward hacking."""
 
     def __init__(
         self,
@@ -45,6 +45,7 @@ class PeriodicEvaluation(Callback):
         writes: bool = True,  # False: another rank writes the file
     ):
         self.path, self.evaluate, self.every = Path(path), evaluate, every
+        self.agreement = None  # the trainer's, after its first step
         self.trained, self.say, self.writes = list(trained), say, writes
         self.alarms = []  # what the newest evaluation warns of
         self.history = []
@@ -57,8 +58,8 @@ class PeriodicEvaluation(Callback):
         step: int,
         result: dict,  # of `evaluate`
     ) -> None:
-        """Take an evaluation into the history, in the place of an older one of the same step.
-        Evaluations that were made on other prompts or seeds go."""
+        """Add an evaluation to the history. It replaces an older one of the same step, and those
+        of other prompts or seeds are dropped."""
         line = json.loads(json.dumps({"step": step, **eval_record(result)}))
         kept = [h for h in self.history if h["step"] != step and _same_questions(h, line)]
         self.history = sorted([*kept, line], key=lambda h: h["step"])
@@ -74,13 +75,14 @@ class PeriodicEvaluation(Callback):
         self.alarms = reward_hacking_alarm(seen, self.trained)
 
     def on_train_begin(self, trainer):
-        "A resumed run knows what came before its step, and what that warned of; nothing later."
+        "A resumed run keeps the evaluations up to its step, and their warnings."
         self.history = [h for h in self.history if h["step"] <= trainer.step]
         self._look_for_alarms(trainer.step)
 
     def on_step_end(self, trainer, metrics, experience):
+        self.agreement = getattr(trainer, "agreement", None)
         due = self.every and trainer.step % self.every == 0
-        if due and trainer.step < trainer.last_step:  # after the last step it is done anyway
+        if due and trainer.step < trainer.last_step:  # the program evaluates after the last
             self.add(trainer.step, self.evaluate())
         if self.alarms:
             metrics["alarms"] = float(len(self.alarms))

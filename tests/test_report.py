@@ -1,0 +1,193 @@
+"The page of a run, read with a parser; its script in a real browser where chromium is installed."
+
+import base64
+import hashlib
+import json
+import math
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+
+import pytest
+from PIL import Image
+
+from glm_grpo.run.folder import write_results
+from glm_grpo.run.monitoring import PeriodicEvaluation
+from glm_grpo.run.report import CARDS, write_page
+from glm_grpo.training.metrics import Agreement, PolicyGap
+
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+NASTY = "<script>alert(\"1\")</script> & a 'cat' <img src=x onerror=alert(1)>"
+GOOD = Agreement({"ar": PolicyGap(8e-6, 1e-7, 1e-13, 1e-3)}, "float32", None)
+BAD = Agreement({"dit": PolicyGap(0.5, 0.1, 0.01, 1e-4)}, "bfloat16", 4)
+
+
+def result(shift, prompts=40, side=16, **changes):
+    "What `evaluate` would return: the reward of prompt i has moved by shift * i / 40."
+    image = Image.effect_noise((side, side), 60).convert("RGB")
+    made = {
+        "reward_mean": 0.5 + shift / 2,
+        "rewards": [[0.5 + shift * i / 40] for i in range(prompts)],
+        "prompts": [NASTY] * prompts,
+        "seeds": [0],
+        "pictures": prompts,
+        "images": [image] * prompts,
+        "sources": [image] * prompts,
+        "metrics": {"<b>": 0.5 + shift},
+        "values": {"<b>": [[0.5 + shift]] * prompts},
+    }
+    return made | changes
+
+
+class Reader(HTMLParser):
+    "The tags with their attributes, and the texts. AssertionError if a tag closes another one."
+
+    def __init__(self, path):
+        super().__init__()
+        self.text = path.read_text(encoding="utf-8")
+        self.open, self.tags, self.texts = [], [], []
+        self.feed(self.text)
+        self.close()
+        assert not self.open
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append((tag, dict(attributes)))
+        if tag not in ("meta", "img", "input", "polyline", "rect"):
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attributes):
+        self.tags.append((tag, dict(attributes)))
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.texts.append(data)
+
+    def count(self, tag):
+        return sum(name == tag for name, _ in self.tags)
+
+    def policy(self):
+        "The content security policy: directive -> sources."
+        (content,) = [at["content"] for _, at in self.tags if "http-equiv" in at]
+        return {words[0]: words[1:] for words in map(str.split, content.split(";"))}
+
+
+@pytest.fixture
+def write(tmp_path):
+    def written(before, after, **options):
+        write_page(tmp_path / "page.html", before, after, **options)
+        return Reader(tmp_path / "page.html")
+
+    return written
+
+
+def test_hostile_names_become_text(write):
+    seen = write(result(0), result(1), title=NASTY, agreement=GOOD)
+    assert seen.count("script") == 1 and seen.texts.count(NASTY) == 2 + 25  # titles, and cards
+    assert "<b>" in seen.texts and seen.text.count("alert(") == seen.text.count("alert(1)") * 2
+
+
+def test_the_policy_allows_one_script_and_one_style_and_nothing_from_elsewhere(write):
+    seen = write(result(0), result(1))
+    policy = seen.policy()
+    assert policy["default-src"] == ["'none'"] and policy["img-src"] == ["data:"]
+    for tag in ("script", "style"):
+        (inline,) = re.findall(f"<{tag}>(.*?)</{tag}>", seen.text, re.DOTALL)
+        digest = base64.b64encode(hashlib.sha256(inline.encode()).digest()).decode()
+        assert policy[f"{tag}-src"] == [f"'sha256-{digest}'"]
+    for tag, attributes in seen.tags:
+        assert tag not in ("link", "iframe", "object", "base", "form")
+        assert not [name for name in attributes if name.startswith("on") or name == "style"]
+        addresses = [attributes[name] for name in ("src", "href", "srcset") if name in attributes]
+        assert all(address.startswith(("data:image/", "#")) for address in addresses)
+    assert "://" not in seen.text and "url(" not in seen.text and "@import" not in seen.text
+
+
+def test_each_card_has_a_slider_that_is_hidden_without_the_script(write):
+    seen = write(result(0, prompts=3), result(1, prompts=3))
+    assert seen.count("article") == 3 and seen.count("img") == 9
+    sliders = [attributes for tag, attributes in seen.tags if tag == "input"]
+    assert len(sliders) == 3 and all(one["type"] == "range" for one in sliders)
+    assert ".slide { display: none }" in seen.text
+    stacked = [line for line in seen.text.split("\n") if "grid-area: 1 / 1" in line]
+    assert stacked and all(line.strip().startswith(".js ") for line in stacked)
+
+
+def test_long_lists_are_cut(write):
+    seen = write(result(0), result(1))
+    assert seen.count("article") == CARDS + 1 and f"the first {CARDS} of 39" in seen.text
+
+
+def test_large_images_are_shrunk(write):
+    seen = write(result(0, prompts=1, side=1024), result(1, prompts=1, side=1024))
+    assert seen.count("img") == 3 and 100_000 < len(seen.text) < 3 * 200_000
+
+
+def test_the_agreement_card(write):
+    seen = write(result(0), result(1), agreement=GOOD)
+    assert GOOD._repr_html_() in seen.text and seen.count("table") == 2
+    assert "disagree" not in seen.text
+    assert write(result(0), result(1)).count("table") == 1  # no agreement, no card
+    seen = write(result(0), result(1), agreement=BAD)
+    assert "Sampling and scoring disagree" in seen.texts and BAD.problem() in seen.texts
+
+
+@pytest.mark.parametrize("held_out", [True, False])
+def test_training_prompts_are_named(write, held_out):
+    one = result(0, prompts_are_held_out=held_out)
+    text = write(one, one).text
+    assert ("No prompts were held out" in text) is not held_out
+    assert f"{'held-out' if held_out else 'training'} prompts with 1 images each" in text
+
+
+def test_values_that_are_missing(write):
+    values = {"<b>": [[None]] * 39 + [[0.5]]}
+    texts = " ".join(write(result(0, values=values), result(1, values=values)).texts)
+    assert texts.count("<b> 0.5 → 0.5") == 1 and "<b> –" not in texts and " nan" not in texts
+
+
+def lines_of(steps):
+    "metrics.jsonl of both policies; one KL is missing, one is not finite."
+    made = []
+    for step in range(1, steps + 1):
+        line = {"step": step, "reward_mean": step / 10, "ar/kl": 0.1 * step, "dit/kl": 0.2}
+        made.append(line | {2: {"ar/kl": None}, 3: {"ar/kl": math.nan}}.get(step, {}))
+    return made
+
+
+@pytest.mark.parametrize("steps, charts, curves", [(0, 0, 0), (1, 0, 0), (5, 2, 4)])
+def test_the_charts_of_the_steps(write, steps, charts, curves):
+    seen = write(result(0), result(1), lines=lines_of(steps))
+    assert (seen.count("svg"), seen.count("polyline")) == (charts, curves)
+    assert ("curves" in [attributes.get("id") for _, attributes in seen.tags]) is bool(charts)
+    points = [at["points"].split() for tag, at in seen.tags if tag == "polyline"]
+    assert [len(one) for one in points] == [5, 5, 3, 5][:curves] and "nan" not in str(points)
+
+
+def test_a_run_writes_its_steps_and_its_agreement_into_the_page(tmp_path):
+    lines = [json.dumps(line) for line in lines_of(2)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    watch = PeriodicEvaluation(tmp_path / "eval_history.jsonl", None)
+    watch.agreement = BAD
+    before, after = result(0, prompts=1), result(1, prompts=1)
+    write_results(tmp_path, before, after, watch)
+    seen = Reader(tmp_path / "page.html")
+    assert seen.count("svg") == 2 and "Sampling and scoring disagree" in seen.texts
+    write_results(tmp_path, before, after)  # without evaluations in between
+    assert "Agreement of" not in Reader(tmp_path / "page.html").text
+
+
+@pytest.mark.skipif(not CHROMIUM, reason="no chromium")
+@pytest.mark.parametrize("allowed", [True, False])
+def test_a_browser_runs_the_script_if_its_hash_is_in_the_policy(tmp_path, allowed):
+    page = tmp_path / "page.html"
+    write_page(page, result(0, prompts=1), result(1, prompts=1))
+    if not allowed:
+        text = page.read_text(encoding="utf-8")
+        page.write_text(text.replace("script-src 'sha256-", "script-src 'sha256-0"))
+    words = "--headless=new --no-sandbox --disable-gpu --dump-dom".split()
+    words += [f"--user-data-dir={tmp_path / 'profile'}", page.as_uri()]
+    found = subprocess.run([CHROMIUM, *words], capture_output=True, text=True, timeout=60)
+    assert ('<html lang="en" class="js">' in found.stdout) is allowed
