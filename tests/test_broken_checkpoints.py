@@ -311,4 +311,4 @@ SETTINGS = (
 def test_other_settings_of_a_model_are_read_first(tmp_path, file):
     model = shutil.copytree(TINY, tmp_path / "model")
     (model / file).write_bytes(b"\xff\xfe")
-    assert f"{file}: no valid JSON object" in refusal(check_model_folder, model)
+    assert f"{file}: not a valid JSON object" in refusal(check_model_folder, model)
