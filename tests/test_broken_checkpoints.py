@@ -182,7 +182,7 @@ def test_a_broken_adapter_is_named_and_changes_nothing(adapter, tmp_path):
     config = json.loads((path / "adapter_config.json").read_text())
     for name, content, words in (
         ("adapter_model.safetensors", save(nan), f"{first} holds numbers that are not finite"),
-        ("adapter_model.safetensors", save({}), "not the tensors that adapter_config.json tells"),
+        ("adapter_model.safetensors", save({}), "tensors do not match adapter_config.json"),
         ("adapter_model.safetensors", b"x", "the adapter does not load (SafetensorError"),
         ("adapter_config.json", b"\xff", "the adapter does not load (UnicodeDecodeError"),
         ("adapter_config.json", json.dumps(config | {"r": "two"}).encode(), "(ValueError"),
@@ -311,4 +311,4 @@ SETTINGS = (
 def test_other_settings_of_a_model_are_read_first(tmp_path, file):
     model = shutil.copytree(TINY, tmp_path / "model")
     (model / file).write_bytes(b"\xff\xfe")
-    assert f"{file}: no valid JSON object" in refusal(check_model_folder, model)
+    assert f"{file}: not a valid JSON object" in refusal(check_model_folder, model)

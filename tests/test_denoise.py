@@ -108,7 +108,7 @@ def test_missing_shard_is_named(empty_model):
     for content in ("", "[]", "{}", '{"weight_map": 3}'):
         index.write_text(content)
         message = refusal(loading.check_model_folder, empty_model)
-        assert "index.json: no valid JSON with a weight_map. Download" in message
+        assert "index.json: not valid JSON with a weight_map. Download" in message
 
 
 def test_either_settings_file_of_the_processor_will_do(empty_model):
@@ -122,7 +122,7 @@ def test_either_settings_file_of_the_processor_will_do(empty_model):
 @pytest.mark.parametrize("content", ["", "[1, 2", "{}", "[]", "null"])
 def test_broken_model_index(empty_model, content):
     (empty_model / "model_index.json").write_text(content)
-    assert "no valid JSON" in refusal(loading.check_model_folder, empty_model)
+    assert "not valid JSON" in refusal(loading.check_model_folder, empty_model)
 
 
 def test_other_pipelines_are_refused(empty_model):
@@ -174,7 +174,7 @@ def test_number_formats(dtype):
 
 @pytest.mark.parametrize("steps", [0, -1, 1001])
 def test_number_of_steps(pipe, steps):
-    assert "want 1 to 1000" in refusal(schedule, pipe.scheduler, steps, 64)
+    assert "must be 1 to 1000" in refusal(schedule, pipe.scheduler, steps, 64)
 
 
 def test_rows_of_one_shape_in_order():
@@ -189,7 +189,7 @@ def test_rows_of_one_shape_in_order():
     [
         ({"large_ids": torch.full((4, 4), 1024)}, "outside the codebook of 1024"),
         ({"large_ids": torch.full((4, 4), -1)}, "outside the codebook of 1024"),
-        ({"large_ids": torch.zeros(4, 5, dtype=torch.long)}, "they do not fit"),
+        ({"large_ids": torch.zeros(4, 5, dtype=torch.long)}, "they do not match"),
         ({"prompts": PROMPTS[:3]}, "3 prompts, ids of shape (4, 4)"),
         ({"grid": (2, 3)}, "do not fit 4 rows of grid (2, 3)"),
         ({"num_inference_steps": 0}, "num_inference_steps 0"),

@@ -448,7 +448,7 @@ def test_refused():
     assert "model.lora true" in refusal(full.reference().__enter__)
     prompts, images = edits()
     undecided = full.generate_with_tracking(prompts, images, **small | HOT)
-    assert "decided nothing" in refusal(model.score_denoising, undecided)
+    assert "no denoising decisions" in refusal(model.score_denoising, undecided)
     for lora in ({"target_modules": ["qkv"]}, {"dropout": 0.1}, {"rank": 0}):
         refusal(GLMImageWrapper, DATA / "tiny-glm-image", "ar", lora=lora, device="cpu")
 

@@ -43,7 +43,7 @@ def make_conditions(
     # image to image: N lists of `Source`, of the same sizes in each row
     sources: list[list[Source]] | None = None,
 ) -> Conditions:
-    "What stays the same over the steps. Sources have a gradient where gradients are enabled."
+    "Inputs that are the same at every step. Sources have a gradient where gradients are enabled."
     dit, n = parts.transformer, len(large_ids)
     token_side = 2 * dit.config.patch_size * parts.vae_scale_factor  # pixels
     return Conditions(
@@ -98,7 +98,7 @@ def predict_velocity(
     if scale <= 1:
         return _ask(transformer, c, latents, timestep, c.glyphs, no_row, c.sources)
     if together is None:
-        # a CPU gains nothing, and would add in another order than the pipeline
+        # one call is not faster on a CPU, and would round differently from the pipeline
         together = latents.device.type != "cpu"
     if together and c.sources is None and c.glyphs.shape == c.no_glyphs.shape:
         twice, both = torch.cat([latents] * 2), torch.cat([c.glyphs, c.no_glyphs])
@@ -124,27 +124,27 @@ NO_NOISE = NoiseOptions()
 
 
 class Step(NamedTuple):
-    "What `denoise` reports of a step with N rows."
+    "One step of `denoise` with N rows, as `on_step` receives it."
 
     index: int
     before: Tensor  # [N, C, h, w], the latents before the step
     after: Tensor  # [N, C, h, w]
     velocity: Tensor  # [N, C, h, w]
     mean: Tensor  # [N, C, h, w], of the Gaussian that `after` comes from
-    log_prob: Tensor  # [N], zeros where the step is no decision
+    log_prob: Tensor  # [N], zeros if the step is not a decision
 
 
 def denoise(
     transformer,  # the DiT
     conditions: Conditions,  # of N rows
-    latents: Tensor,  # [N, C, h, w] float32: noise, or what earlier steps led to
+    latents: Tensor,  # [N, C, h, w] float32: noise, or the result of earlier steps
     clocks: tuple[Tensor, Tensor],  # timesteps [K] and sigmas [K+1], of `schedule`
     noise: Tensor | None = None,  # [N, D, C, h, w] float32, of the decisions
     options: NoiseOptions = NO_NOISE,
     on_step: Callable[[Step], None] | None = None,  # called after each step
     steps: range | None = None,  # numbers of the steps to do; None: all K
 ) -> Tensor:  # [N, C, h, w] float32
-    "From noise to clean latents, step by step; or some of the steps."
+    "Denoise from noise to clean latents, or do only some of the steps."
     timesteps, sigmas = clocks
     decisions = options.decisions
     for index in steps or range(len(timesteps)):

@@ -22,14 +22,14 @@ from ..data.files import bundled
 # %% ../../nbs/3_model/08_loading.ipynb #n008
 def check_model_index(
     index: str | Path,  # a model_index.json
-    name: str | Path,  # what the error calls the model
+    name: str | Path,  # the model's name in the error
 ) -> None:
     "UserError: the file is not valid JSON with a class name, or the class is another one."
     try:
         found = json.loads(Path(index).read_text(encoding="utf-8"))["_class_name"]
     except (ValueError, KeyError, TypeError):
         raise UserError(
-            f"{name}: model_index.json is no valid JSON with a _class_name. Download it again."
+            f"{name}: model_index.json is not valid JSON with a _class_name. Download it again."
         ) from None
     if found != "GlmImagePipeline":
         raise UserError(
@@ -54,15 +54,15 @@ _WITH_WEIGHTS = ("vision_language_encoder", "text_encoder", "transformer", "vae"
 
 def missing_weights(
     part_folder: Path,  # of one part
-) -> str | None:  # the first file that is missing; None: all are there
-    """Look for the weight files that a part's index names, or for any at all.
+) -> str | None:  # the first file that is missing; None: no file is missing
+    """Look for the weight files in a part's index, or for any weight file if it has no index.
     UserError: the index is broken."""
     wanted = set()
     for index in part_folder.glob("*.safetensors.index.json"):
         try:
             wanted.update(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
         except (ValueError, KeyError, TypeError, AttributeError):
-            raise UserError(f"{index}: no valid JSON with a weight_map. {_AGAIN}") from None
+            raise UserError(f"{index}: not valid JSON with a weight_map. {_AGAIN}") from None
     if not wanted:
         wanted = {file.name for file in part_folder.glob("*.safetensors")}
     if not wanted:
@@ -99,11 +99,11 @@ def check_model_folder(
             if file.is_file():
                 _check_settings(file, _NEEDED_KEYS.get(part, ()))
     generation = folder / "vision_language_encoder" / "generation_config.json"
-    if generation.is_file():  # transformers ignores a broken one without a word
+    if generation.is_file():  # transformers ignores a broken one silently
         _check_settings(generation, ())
 
 
-# What the settings of a part must have, because something here reads it.
+# Keys that the settings of a part must have, because this project reads them.
 _NEEDED_KEYS = {
     "vision_language_encoder": ("model_type",),
     "text_encoder": ("model_type",),
@@ -113,15 +113,15 @@ _NEEDED_KEYS = {
 
 
 def _check_settings(file, needed):
-    "UserError: no JSON object, or a key is missing in it."
-    problem = "no valid JSON object"
+    "UserError: not a JSON object, or a key is missing."
+    problem = "not a valid JSON object"
     try:
         settings = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, RecursionError):
         settings = None
     if isinstance(settings, dict):
         missing = [key for key in needed if key not in settings]
-        problem = f"'{missing[0]}' is missing in it" if missing else None
+        problem = f"the key '{missing[0]}' is missing" if missing else None
     if problem:
         raise UserError(f"{file}: {problem}. {_AGAIN}")
 
@@ -130,10 +130,10 @@ def pick_device(
     # "cuda", "cuda:1", "mps", "cpu" or a torch.device;
     # None: CUDA if there is one, else MPS, else the CPU
     device: str | torch.device | None = None,
-    # transformers' word for it: None, "auto" or one device
+    # as in transformers: None, "auto" or one device
     device_map: str | torch.device | None = None,
-) -> torch.device:  # of CUDA with its number, so that it is the same device in every thread
-    "The device to work on. UserError: an unknown name, or a device that is not there."
+) -> torch.device:  # a CUDA device with its number: the same one in every thread
+    "The device to use. UserError: an unknown name, or a device that does not exist."
     device = _device_of_map(device, device_map)
     there = {
         "cuda": torch.cuda.is_available(),
@@ -159,7 +159,7 @@ def pick_device(
 
 
 def _device_of_map(device, device_map):
-    "The device that a device map means. UserError: it spreads the model, or is not `device`."
+    "The device of a device map. UserError: it spreads the model, or differs from `device`."
     if device_map is None or device_map == "auto":
         return device
     if not isinstance(device_map, (str, torch.device)) or device_map in _SPREADING:
@@ -179,7 +179,7 @@ _SPREADING = ("balanced", "balanced_low_0", "sequential")
 def pick_dtype(
     dtype: str | torch.dtype | None,  # None: bfloat16 on CUDA, else float32
     device: torch.device,
-    all_weights: bool = False,  # whether they train themselves, not adapters beside them
+    all_weights: bool = False,  # whether all weights train; False: adapters
 ) -> torch.dtype:
     "The number format of the weights. UserError: an unknown name, or float16 for all weights."
     if dtype is None:
@@ -202,14 +202,14 @@ def pick_dtype(
 # %% ../../nbs/3_model/08_loading.ipynb #n023
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    "No progress bars of diffusers and transformers inside, and none of their FutureWarnings."
+    "Inside: no progress bars and no FutureWarnings of diffusers and transformers."
     import diffusers.utils.logging
     import transformers.utils.logging
 
     libraries = (diffusers.utils.logging, transformers.utils.logging)
     shown = [library for library in libraries if library.is_progress_bar_enabled()]
     with warnings.catch_warnings():
-        # diffusers 0.42 wants `dtype`; older versions know `torch_dtype` only
+        # diffusers 0.42 expects `dtype`; older versions accept `torch_dtype` only
         warnings.filterwarnings("ignore", category=FutureWarning)
         for library in libraries:
             library.disable_progress_bar()
@@ -223,7 +223,7 @@ def quiet() -> Iterator[None]:
 def is_hub_id(
     name: str | Path,  # of a model
 ) -> bool:
-    "True for an id such as zai-org/GLM-Image. False for a folder, or what could stand in one."
+    "True for an id such as zai-org/GLM-Image. False for a folder, or a path in an existing folder."
     folder = bundled(Path(name).expanduser())
     if folder.parts[:1] == ("data",):
         return False
@@ -233,14 +233,14 @@ def is_hub_id(
 
 # %% ../../nbs/3_model/08_loading.ipynb #n028
 def _cause(error: Exception) -> str:
-    "The kind of an error and the first line that it says."
+    "The type of an error and the first line of its message."
     said = str(error).strip().splitlines()
     kind = type(error).__name__
     return f"{kind}: {said[0].rstrip('.')[:300]}" if said else kind
 
 
 def _check_hub(name: str, revision: str | None) -> None:
-    "UserError: the hub has no such model, or does not answer; or it is of another class."
+    "UserError: the hub has no such model or does not respond, or the class is another one."
     from huggingface_hub import hf_hub_download
 
     try:
@@ -248,7 +248,7 @@ def _check_hub(name: str, revision: str | None) -> None:
     except Exception as error:
         named = f"{name}, revision {revision}" if revision else name
         raise UserError(
-            f"{named}: no folder here, and not to be had from the hub ({_cause(error)}). "
+            f"{named}: not a folder, and not available from the hub ({_cause(error)}). "
             "Fix the name, log in (hf auth login) or go online once."
         ) from None
     check_model_index(index, name)
@@ -258,7 +258,7 @@ def download_model(
     model_name: str | Path,  # a folder: then there is nothing to do
     revision: str | None = None,  # branch, tag or commit of the hub; None: the newest
 ) -> None:
-    "Fetch what is not here yet. UserError: the hub has no such model, or the download broke off."
+    "Download missing files. UserError: the hub has no such model, or the download failed."
     if not is_hub_id(model_name):
         return
     from diffusers import GlmImagePipeline
@@ -268,8 +268,8 @@ def download_model(
         GlmImagePipeline.download(str(model_name), revision=revision)
     except Exception as error:
         raise UserError(
-            f"{model_name}: the download broke off ({_cause(error)}). "
-            "Start again: it goes on from there."
+            f"{model_name}: the download failed ({_cause(error)}). "
+            "Run the command again: it continues where it stopped."
         ) from error
 
 # %% ../../nbs/3_model/08_loading.ipynb #ce3e58a
@@ -278,7 +278,7 @@ def load_pipeline(
     torch_dtype: torch.dtype = torch.float32,
     device: str | torch.device = "cpu",
     revision: str | None = None,  # of a hub id: branch, tag or commit; None: the newest
-):  # GlmImagePipeline in eval mode; no weight of it trains
+):  # GlmImagePipeline in eval mode with all weights frozen
     "Load a GLM-Image. UserError: no such model, another kind of model, missing or broken files."
     from diffusers import GlmImagePipeline
 

@@ -36,7 +36,7 @@ def _token_nats(
     ar: nn.Module,
     inputs: PromptInputs,  # of N prompts
     answers: Tensor,  # [N, T] int64: what is to be predicted
-    history: Tensor,  # [N, T] int64: what the AR sees of it
+    history: Tensor,  # [N, T] int64: the AR's input
 ) -> Tensor:  # [N, T + 1] float32: the T tokens and the end mark
     "Cross-entropy per token."
     n, length = inputs.input_ids.shape
@@ -60,7 +60,7 @@ def ar_loss(
     ar: nn.Module,  # GlmImageForConditionalGeneration
     inputs: PromptInputs,  # of N prompts
     answers: Tensor,  # [N, T] int64: preview, then large; what is to be predicted
-    history: Tensor,  # [N, T] int64: what the AR sees of it, `answers` or a spoiled copy
+    history: Tensor,  # [N, T] int64: the AR's input, `answers` or a spoilt copy
     large_weight: float = 3.0,  # of a large token against a preview token
 ) -> tuple[Tensor, dict]:  # (loss, mean nats: preview and large; edit, if there is no preview)
     "Weighted cross-entropy of preview, large grid and end mark."

@@ -38,7 +38,7 @@ class TinyImage:
     def render(
         self,
         drawings: Drawings,
-        word: str | None = None,  # None leaves the sign blank, which is what the tokens see
+        word: str | None = None,  # None: a blank sign, as in the images that become tokens
     ) -> Image.Image:  # 128 x 128, RGB
         "The image itself."
         scene = replace(self.scene, word=(word or "AA") if self.sign else None)

@@ -111,7 +111,7 @@ def get_trainable_parameters(
     self,
     half: str | None = None,  # "ar", "dit", or None: all
 ) -> list[torch.nn.Parameter]:
-    "What the optimizer is to change."
+    "The parameters that the optimizer changes."
     found = []
     for name, model in self.halves.items():
         if half in (None, name):
@@ -127,7 +127,7 @@ def parameters(self) -> Iterator[torch.nn.Parameter]:
 
 @patch_to(GLMImageWrapper)
 def wake(self, half: str) -> None:
-    "With offload: fetch this half's frozen weights, and let go of the other's."
+    "With offload: move this half's frozen weights to the device, and the other's to the host."
     self.offload.wake(half)
 
 
@@ -151,12 +151,12 @@ def generate_with_tracking(  # noqa: PLR0913  the public interface
     height: int | None = None,  # pixels, a multiple of 32; None: the model's own
     width: int | None = None,
     seed: int | str | None = None,  # None: the wrapper's
-    names: SampleNames | None = None,  # of the noise of each row; None: made from the seed
+    names: SampleNames | None = None,  # of the noise of each row; None: derived from the seed
     # rows scored at a time; with the trainer's micro-batch ratios are exactly 1 in bf16, too
     score_batch_size: int | None = None,
     decode: bool = True,  # False: no images
     score: bool = True,  # False: no log-probs of the tokens, which an evaluation does not use
-    # called with (rows, images [n, 3, H, W]) as soon as a batch of images is there
+    # called with (rows, images [n, 3, H, W]) as soon as a batch of images is done
     on_images: Callable[[list[int], Tensor], None] | None = None,
     options: RolloutOptions | None = None,
     # fields of RolloutOptions: num_inference_steps, guidance_scale, temperature, top_p,
@@ -183,7 +183,7 @@ def compute_token_logprobs(
     rollout: Rollout,
     batch_size: int | None = None,  # rows at a time; None: all
 ) -> Tensor:  # [N, T] float32, with a gradient where gradients are enabled
-    "Log-prob of each sampled token under the model as it is now."
+    "Log-prob of each sampled token under the current model."
     self.wake("ar")
     with checkpointing(self.ar.model.language_model.layers, self.gradient_checkpointing):
         return score_token_decisions(self.ar, rollout, batch_size)
@@ -203,7 +203,7 @@ def score_denoising(
     self,
     rollout: Rollout,
 ) -> tuple[Tensor, Tensor, Tensor]:  # log-probs [N, D]; means, velocities [N, D, C, h, w]
-    "The denoising steps that decided, under the DiT as it is. UserError: there are none."
+    "Score the denoising decisions under the current DiT. UserError: there are none."
     self.wake("dit")
     return score_denoising_decisions(self.pipe, rollout)
 
@@ -221,7 +221,7 @@ def decode(
     rollout: Rollout,
     batch_size: int | None = None,  # images at a time
 ) -> Tensor:  # [N, 3, H, W] float32 in [0, 1], on the CPU
-    "The images of a rollout: of its last latents where the DiT decided, else of its tokens."
+    "The images of a rollout: from its last latents if the DiT trains, else from its tokens."
     self.wake("dit")
     latents = rollout.denoising.latents
     if latents is None:
@@ -248,7 +248,7 @@ def reference(self) -> Iterator[None]:
 @patch_to(GLMImageWrapper)
 def save_pretrained(
     self,
-    folder: str | Path,  # replaced as a whole, or not at all
+    folder: str | Path,  # replaced completely, or not at all
     weights: dict[str, dict] | None = None,  # half -> whole state dict, of a model that is cut
 ) -> None:
     "Save what trains: an adapter in PEFT's format, or full weights. See `save_halves`."
@@ -257,7 +257,7 @@ def save_pretrained(
 
 @patch_to(GLMImageWrapper)
 def load_adapter(self, folder: str | Path) -> None:
-    "Take the weights that `save_pretrained` wrote. UserError: another folder, size or alpha."
+    "Load weights that `save_pretrained` wrote. UserError: another folder, size or alpha."
     load_halves(self, folder)
 
 
