@@ -108,7 +108,7 @@ class _Functions(TorchFunctionMode):
         self.counts.add(name, bytes_moved(None, args, kwargs, out))
         return out
 
-
+# %% ../../nbs/7_bench/08_counts.ipynb #n008b
 class _Operators(TorchDispatchMode):
     "Counts operators outside of those functions."
 

@@ -148,6 +148,12 @@ def _sampling_rows(measurement, seconds):
     ]
 
 
+def _add_adapters(ar):
+    "In place, so that sampling has them, too."
+    with own_random_numbers(ar.device):
+        return add_lora(ar, LoraOptions())
+
+
 def measure_full_size(
     ar: torch.nn.Module,  # GlmImageForConditionalGeneration with random weights
     batch: int = 32,  # rows
@@ -157,14 +163,11 @@ def measure_full_size(
     repeats: int = 2,
     say: Callable[[str], None] = print,
 ) -> dict:
-    """Sampling in our loop, in `generate` and at the floor; scoring with gradient. Adapters are
-    added to `ar` first, as in training.
+    """Sampling in our loop, in `generate` and at the floor; scoring. All with new adapters in `ar`.
 
     The result has rows (of the table), batch, tokens, seconds_step (per token of all rows),
     seconds_floor, bandwidth, bytes_a_step, peak_bytes, score_rows, score_seconds."""
-    floor_bytes = bytes_per_token(ar)  # of the model's own weights
-    with own_random_numbers(ar.device):
-        adapted = add_lora(ar, LoraOptions())  # in place, so sampling has them too
+    floor_bytes, adapted = bytes_per_token(ar), _add_adapters(ar)
     measurement = TokenMeasurement(ar, batch, grids, prompt_length)
     device = measurement.device
     bandwidth = copy_bandwidth(device, 2**32 if device.type == "cuda" else 2**26)
