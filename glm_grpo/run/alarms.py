@@ -59,7 +59,7 @@ def has_gone(
 
 # %% ../../nbs/6_run/06_alarms.ipynb #n016
 class Verdict(NamedTuple):
-    "What one evaluation says of one number."
+    "The judgement of one number at one evaluation."
 
     change: Change  # since the first evaluation
     gone: bool  # it has clearly moved where it should not
@@ -206,7 +206,7 @@ def alarm_figure(
     for table in tables[1:]:
         in_all = [key for key in in_all if key in table]
     alarms = {change.key for change in judged.alarms()} & set(in_all)
-    figure = Figure(figsize=(8, 2.6), layout="constrained")
+    figure = Figure(figsize=(9, 2.8), layout="constrained")
     left, right = figure.subplots(1, 2)
     _plot_reward(left, judged.steps, [table["reward", "reward"].change for table in tables])
     colours = iter(_ALARM_COLOURS * 9)
@@ -214,12 +214,12 @@ def alarm_figure(
         changes = [table[key].change for table in tables]
         if is_watched(changes[0]) and changes[0].before:
             _plot_share(right, judged, changes, next(colours) if key in alarms else None)
-    title = "not trained, share of the first value"
+    title = "not trained, share of first value"
     if alarms:
         title += " (dashed: stop here)"
         for ax in (left, right):
             ax.axvline(judged.steps[judged.last_good()], color="0.3", ls="--", lw=1)
-        right.legend(fontsize=7)
+        right.legend(fontsize=9, loc="center left", bbox_to_anchor=(1, 0.5))
     right.set_title(title, fontsize=9)
     for ax in (left, right):
         ax.set_xlabel("step")
