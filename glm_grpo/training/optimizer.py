@@ -31,7 +31,7 @@ def make_adamw(
         from bitsandbytes.optim import AdamW8bit, PagedAdamW8bit
     except ImportError:
         raise UserError(
-            f"optimizer {kind}: the package bitsandbytes is not there: pip install "
+            f"training.optimizer {kind}: the package bitsandbytes is not installed. pip install "
             "'glm_grpo[8bit]', or take adamw."
         ) from None
     cls = AdamW8bit if kind == "adamw_8bit" else PagedAdamW8bit
@@ -44,7 +44,7 @@ def scheduled_share(
     scheduler: str,  # "constant" or "linear"
     warmup_steps: int = 0,
 ) -> float:
-    "The share of the learning rate at a step. A resumed run goes on with the same."
+    "The share of the learning rate at a step. It depends on nothing else, also in a resumed run."
     share = 1.0
     if scheduler == "linear" and last_step:
         share = 1 - step / last_step
@@ -79,12 +79,12 @@ class PolicyOptimizer:
         return self.masters or self.trained
 
     def stepped_of(self, policy: str) -> list[nn.Parameter]:
-        "What AdamW moves of one policy. Here are its gradients, see `accumulating`."
+        "What AdamW moves of one policy. It holds the policy's gradients, see `accumulating`."
         return next(g["params"] for g in self.adamw.param_groups if g["name"] == policy)
 
     @property
     def device(self) -> torch.device:
-        "Where the weights are."
+        "The device of the weights."
         return self.stepped[0].device
 
     def _groups(self):
@@ -120,7 +120,7 @@ def accumulating(self) -> Iterator[None]:
 
 @patch_to(PolicyOptimizer)
 def gather_gradients(self) -> None:
-    "Gradients of backward passes outside `accumulating` go to the float32 copies, too."
+    "Add gradients of backward passes outside `accumulating` to those of the float32 copies."
     for p, master in zip(self.trained, self.masters or ()):
         _move_gradient(master, p)
 
@@ -145,20 +145,20 @@ def schedule(self, step: int, last_step: int) -> None:
 
 @patch_to(PolicyOptimizer)
 def learning_rates(self) -> dict[str, float]:
-    "policy -> learning rate of the running step."
+    "policy -> learning rate of the current step."
     return {group["name"]: group["lr"] for group in self.adamw.param_groups}
 
 
 @patch_to(PolicyOptimizer)
 def zero_grad(self) -> None:
-    "Forget all gradients."
+    "Delete all gradients."
     for p in [*self.trained, *self.stepped]:
         p.grad = None
 
 
 @patch_to(PolicyOptimizer)
 def clip(self, policy: str) -> Tensor:  # []: the norm before clipping
-    "Shorten a policy's gradient to max_grad_norm."
+    "Scale a policy's gradient down to the norm max_grad_norm, if it is longer."
     self.gather_gradients()
     return nn.utils.clip_grad_norm_(self.stepped_of(policy), self.options.max_grad_norm)
 
@@ -190,7 +190,7 @@ def _step_masters(self):
 # %% ../../nbs/5_training/04_optimizer.ipynb #n027
 @patch_to(PolicyOptimizer)
 def update_average(self) -> None:
-    "Let the moving average follow."
+    "Add the current weights to the moving average, if there is one."
     if self.ema:
         self.ema.step(self.stepped)
 
@@ -198,7 +198,7 @@ def update_average(self) -> None:
 @patch_to(PolicyOptimizer)
 @contextlib.contextmanager
 def averaged(self) -> Iterator[None]:
-    "Inside, the weights are their moving averages; without ema_decay they are left alone."
+    "Inside, the weights are their moving averages; without ema_decay they stay as they are."
     if self.ema is None:
         yield
         return
@@ -216,7 +216,8 @@ def load_state_dict(
     memory: dict,  # AdamW's, with whole tensors
     masters: list[Tensor],  # the float32 copies; empty: there are none
 ) -> None:
-    "Take AdamW's memory and the float32 copies. Learning rates and other settings stay."
+    """Load AdamW's memory and the float32 copies. Learning rates and other settings stay.
+    ValueError: another number of float32 copies."""
     for p, saved in zip(self.masters or (), masters, strict=True):
         p.data.copy_(cut_like(saved, p))
     settings = []
@@ -231,8 +232,8 @@ def load_state_dict(
 
 
 def _cut_state(saved, weight):
-    """AdamW's memory of one weight, cut as that weight is; numbers such as the step stay. Copies:
-    what is saved may be mapped from a file."""
+    """AdamW's memory of one weight, cut as that weight is; numbers such as the step stay. Copies,
+    because the saved tensors may be mapped from a file."""
     cut = {}
     for name, value in saved.items():
         if isinstance(value, Tensor) and value.dim() > 0:
@@ -243,7 +244,7 @@ def _cut_state(saved, weight):
 
 @patch_to(PolicyOptimizer)
 def load_average(self, state: dict | None) -> None:
-    "Take a moving average; None: it begins with the weights as they are."
+    "Load a moving average; None: start it from the current weights."
     if state is None:
         weights = [p.detach().clone() for p in self.stepped]
         state = {"shadow_params": weights, "optimization_step": 0}

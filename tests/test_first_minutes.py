@@ -1,0 +1,149 @@
+"""tools/first_minutes.py: the table on a CPU, and each check fails where its fault is."""
+
+import importlib.util
+import math
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import ROOT
+from test_masked_rows import Kernel
+
+from glm_grpo.training.metrics import Agreement, PolicyGap
+
+CPU = torch.device("cpu")
+spec = importlib.util.spec_from_file_location("first_minutes", ROOT / "tools/first_minutes.py")
+tool = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(tool)
+
+
+@pytest.fixture
+def short(monkeypatch):
+    monkeypatch.setattr(tool, "LENGTH", 192)  # 64 modulo 128, too
+
+
+def verdict(check, *arguments):
+    return tool.judge("a check", lambda: check(*arguments)).verdict
+
+
+def test_on_a_cpu_what_needs_a_gpu_is_skipped(short, capsys):
+    assert tool.main(["--device", "cpu"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("torch ") and lines[-1] == "9 passed, 0 failed, 8 skipped"
+    skipped = [line for line in lines if line.startswith("skipped")]
+    assert all(line.endswith("needs a CUDA device") for line in skipped)
+    assert any("eager against CUDA graph" in line for line in skipped)
+    passed = "\n".join(line for line in lines if line.startswith("pass"))
+    for name in ("default, padded", "math, no padding", "bfloat16: ar", "bfloat16: dit", "peak"):
+        assert name in passed
+
+
+def test_a_failure_ends_with_status_1(monkeypatch, capsys):
+    def fail():
+        raise tool.Failed("three NaN")
+
+    checks = {"good": str, "bad": fail, "broken": [].pop}
+    monkeypatch.setattr(tool, "checks", lambda device: checks)
+    assert tool.main(["--device", "cpu"]) == 1
+    printed = capsys.readouterr().out
+    assert "1 passed, 2 failed, 0 skipped" in printed
+    assert "three NaN" in printed and "IndexError: pop from empty list" in printed
+
+
+def test_nan_rows_are_reported_and_fail_only_in_the_projects_own_mask(monkeypatch):
+    monkeypatch.setattr(F, "scaled_dot_product_attention", Kernel())
+    found = tool.check_kernel(CPU, "math", [54, 64])
+    empty = 10 * 4 * 128  # padded rows, heads, channels
+    assert "NaN: 0 in the output" in found and f"attend to nothing: {empty} and" in found
+    own = tool.visibility
+    monkeypatch.setattr(tool, "visibility", lambda inputs: tool.without_own_rows(own(inputs)))
+    with pytest.raises(tool.Failed, match=f"NaN: {empty} in the output"):
+        tool.check_kernel(CPU, "math", [54, 64])
+
+
+def test_a_kernel_with_wrong_numbers_fails(monkeypatch):
+    plain = F.scaled_dot_product_attention
+
+    def without_the_mask(query, key, value, attn_mask=None, is_causal=False):
+        wide = query.dtype == torch.float32
+        return plain(query, key, value, attn_mask, is_causal=is_causal and wide)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", without_the_mask)
+    with pytest.raises(tool.Failed, match="largest error"):
+        tool.check_kernel(CPU, "math", [64, 64])
+
+
+def test_another_ratio_fails(monkeypatch):
+    def score(self, policy, piece, beta):
+        return 1.5 * policy.score(piece), {}
+
+    monkeypatch.setattr(tool.MinimalGRPOTrainer, "score", score)
+    card = tool.measure_agreement.__wrapped__(CPU)
+    gap = PolicyGap(largest=math.nan, mean=math.nan, kl=math.nan, allowed=0.2)
+    for found in (card, Agreement({"ar": gap, "dit": gap}, "bfloat16", 4)):
+        monkeypatch.setattr(tool, "measure_agreement", lambda device, found=found: found)
+        for policy in ("ar", "dit"):
+            with pytest.raises(tool.Failed, match="largest gap"):
+                tool.check_ratio(CPU, policy)
+
+
+def test_another_temperature_in_scoring_fails(monkeypatch):
+    def scored(model, inputs, index, ids, temperature, kept):
+        return plain(model, inputs, index, ids, 1.2 * temperature, kept)
+
+    plain = tool.score_tokens
+    monkeypatch.setattr(tool, "score_tokens", scored)
+    with pytest.raises(tool.Failed, match="largest gap"):
+        tool.check_scoring(CPU, "float32")
+
+
+class Nothing(tool.Eager):
+    "A recording that repeats nothing."
+
+    def record(self, step):
+        return lambda: None
+
+
+class Refuses(tool.Eager):
+    def record(self, step):
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+
+@torch.no_grad()
+def test_a_wrong_recording_fails():
+    work = tool.SamplingWork.of(CPU, "float32")
+    launches = iter([50, 1, 50, 1]).__next__
+
+    def count(step):
+        step()
+        return launches()
+
+    found = tool.compare_recorders(work, tool.Eager(), count)
+    assert found.startswith("same tokens; eager") and "50 launches" in found
+    with pytest.raises(tool.Failed, match="tokens differ"):
+        tool.compare_recorders(work, Nothing(), count)
+    assert verdict(tool.compare_recorders, work, Refuses(), lambda step: 0) == "FAIL"
+
+
+@torch.no_grad()
+def test_host_waits_fail(monkeypatch):
+    modes = []
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+    message = "called a synchronizing CUDA operation"
+    assert tool.count_waits(lambda: [warnings.warn(message, stacklevel=1)] * 2) == 1
+    assert modes == ["warn", "default"]
+    work = tool.SamplingWork.of(CPU, "float32")
+    with pytest.raises(tool.Failed, match="was not counted"):
+        tool.waits_of_loop(work)
+    for waits in (0, 3):
+        counts = iter([1, waits])
+        monkeypatch.setattr(tool, "count_waits", lambda sample, counts=counts: next(counts))
+        expected = "FAIL" if waits else "pass"
+        assert verdict(tool.waits_of_loop, work) == expected
+
+
+def test_a_peak_that_is_no_number_fails(monkeypatch):
+    monkeypatch.setattr(tool.PeakMemory, "gigabytes", lambda self: math.nan)
+    with pytest.raises(tool.Failed):
+        tool.check_memory(CPU)

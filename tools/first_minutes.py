@@ -1,0 +1,423 @@
+"""The first command on a new GPU: about two minutes of checks that a CPU cannot make.
+
+    python tools/first_minutes.py
+    python tools/first_minutes.py --device cpu    # skips what needs a GPU
+
+Prints one line per check: pass, FAIL or skipped, and what was found. Exit status 1: a check failed.
+The checks use the tiny model of the repository; `python -m glm_grpo.bench --full-size` measures the
+published sizes afterwards.
+"""
+
+import argparse
+import contextlib
+import functools
+import sys
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from glm_grpo.bench.clock import seconds_of
+from glm_grpo.maths.noise import named_uniforms
+from glm_grpo.model.loading import pick_device
+from glm_grpo.model.padding import choose_attention_kernels, trim, visibility
+from glm_grpo.model.replay import Recorder, recorder_for
+from glm_grpo.model.sampling import Decisions, SamplingLoop, sample_tokens
+from glm_grpo.model.scoring import logprob_gap, loop_logprobs, score_tokens
+from glm_grpo.model.tokens import PromptInputs, prepare_prompts
+from glm_grpo.model.wrapper import GLMImageWrapper
+from glm_grpo.run.command_line import run_command
+from glm_grpo.training.metrics import Agreement, PeakMemory, allowed_gap
+from glm_grpo.training.trainer import MinimalGRPOTrainer
+
+MODEL = Path(__file__).resolve().parent.parent / "data/tiny-glm-image"
+PROMPTS = [  # of different length: the first one is padded
+    "a cat in the middle on a red ground",
+    'two dogs on a blue ground with a sign that says "A1"',
+]
+GROUP, SIZE = 4, 64  # images per prompt; pixels
+LENGTH = 1344  # 64 modulo 128: cuDNN's gradients were NaN there (pytorch #196678)
+HOT = {"temperature": 3.0, "top_p": 0.9}
+KERNELS = {
+    "default": None,  # PyTorch's choice among those that the project allows
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+
+
+class Failed(Exception):
+    "What a check found is wrong."
+
+
+class Skipped(Exception):
+    "A check cannot run here."
+
+
+@dataclass(frozen=True)
+class Outcome:
+    "The result of one check."
+
+    check: str
+    verdict: str  # "pass", "FAIL" or "skipped"
+    found: str  # what was found, or why the check was skipped
+
+    def __str__(self):
+        return f"{self.verdict:<8} {self.check:<44} {self.found}"
+
+
+def judge(check: str, work: Callable[[], str]) -> Outcome:
+    "Run a check. An unexpected error is a failure of the check, and its text is what was found."
+    try:
+        return Outcome(check, "pass", work())
+    except Skipped as reason:
+        return Outcome(check, "skipped", str(reason))
+    except Failed as reason:
+        return Outcome(check, "FAIL", str(reason))
+    except Exception as error:
+        first_line = (str(error).strip() or "no message").splitlines()[0]
+        return Outcome(check, "FAIL", f"{type(error).__name__}: {first_line}")
+
+
+def require_cuda(device: torch.device) -> None:
+    if device.type != "cuda":
+        raise Skipped("needs a CUDA device")
+
+
+# ---------------------------------------------------------------- attention kernels
+
+
+def padded_mask(device: torch.device, lengths: list[int]) -> Tensor | None:
+    "The project's attention mask of left-padded prompts; None: no prompt is padded."
+    longest = max(lengths)
+    columns = torch.arange(longest, device=device)
+    real = columns >= longest - torch.tensor(lengths, device=device)[:, None]
+    ids = torch.zeros_like(real, dtype=torch.long)
+    positions = ids.expand(3, *ids.shape)
+    inputs = PromptInputs(ids, real.long(), positions, positions, [(1, 1)], lengths=lengths)
+    return visibility(inputs)
+
+
+def attention_inputs(device: torch.device, rows: int, length: int) -> list[Tensor]:
+    "Queries, keys and values in bfloat16. All scores are far below 0, as pytorch #196678 needs."
+    generator = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(rows, 4, length, 128, generator=generator) for _ in range(3)]
+    tensors[0][..., 0], tensors[1][..., 0] = 1.0, -120.0 * 128**0.5
+    return [x.to(device, torch.bfloat16).requires_grad_() for x in tensors]
+
+
+def count_nan(
+    kernel: SDPBackend | None,
+    tensors: list[Tensor],  # queries, keys, values
+    mask: Tensor | None,  # None: causal
+) -> tuple[int, int, Tensor]:
+    "(NaN in the output, NaN in the gradients, output). Skipped: the kernel does not exist here."
+    for x in tensors:
+        x.grad = None
+    chosen = contextlib.nullcontext() if kernel is None else sdpa_kernel([kernel])
+    try:
+        with chosen:
+            out = F.scaled_dot_product_attention(*tensors, attn_mask=mask, is_causal=mask is None)
+    except RuntimeError as error:
+        raise Skipped(f"no such kernel for these inputs: {str(error).splitlines()[0]}") from None
+    real = torch.nan_to_num(out)
+    real.backward(torch.ones_like(real))
+    in_gradients = sum(int(x.grad.isnan().sum()) for x in tensors)
+    return int(out.isnan().sum()), in_gradients, out.detach()
+
+
+def without_own_rows(mask: Tensor) -> Tensor:
+    "The mask of padded rows that attend to nothing, as a 2-D attention mask would give."
+    padding = ~mask[:, :, -1:]  # the last row attends to every real token
+    return mask & ~padding
+
+
+def check_kernel(device: torch.device, name: str, lengths: list[int]) -> str:
+    "No NaN in output and gradients with the project's mask, and the output of float32."
+    if device.type != "cuda" and name not in ("default", "math"):
+        raise Skipped("needs a CUDA device")
+    kernel, mask = KERNELS[name], padded_mask(device, lengths)
+    tensors = attention_inputs(device, len(lengths), max(lengths))
+    in_output, in_gradients, out = count_nan(kernel, tensors, mask)
+    wide = [x.detach().float() for x in tensors]
+    with sdpa_kernel([SDPBackend.MATH]):
+        expected = F.scaled_dot_product_attention(*wide, attn_mask=mask, is_causal=mask is None)
+    error = (out.float() - expected).abs().max().item()
+    found = f"NaN: {in_output} in the output, {in_gradients} in the gradients"
+    if mask is not None:
+        empty = count_nan(kernel, tensors, without_own_rows(mask))[:2]
+        found += f"; with rows that attend to nothing: {empty[0]} and {empty[1]}"
+    wrong = in_output or in_gradients or not error < 0.1
+    if wrong and name == "cudnn" and not torch.backends.cuda.cudnn_sdp_enabled():
+        return f"{found}. The project disables this kernel"
+    if wrong:
+        raise Failed(f"{found}; largest error of the output {error:.2g}")
+    return f"{found}; largest error of the output {error:.2g}"
+
+
+# ---------------------------------------------------------------- policies
+
+
+@functools.cache
+def load_model(device: torch.device, dtype: str) -> GLMImageWrapper:
+    "The tiny model with adapters that change its output."
+    quick = {"lora": {"rank": 8}, "gradient_checkpointing": True}
+    model = GLMImageWrapper(MODEL, "both", torch_dtype=dtype, device=device, **quick)
+    generator = torch.Generator().manual_seed(0)
+    for weight in model.get_trainable_parameters():
+        noise = torch.randn(weight.shape, generator=generator)
+        weight.data += (0.02 * noise).to(weight)
+    return model
+
+
+def numbered(images: Tensor) -> Tensor:  # images: [N, 3, H, W] -> [N]
+    "A reward that differs within every group, so that every sample is scored."
+    return torch.arange(len(images), dtype=torch.float32)
+
+
+@functools.cache
+def measure_agreement(device: torch.device) -> Agreement:
+    "Of both policies before the first update, in bfloat16 and hot."
+    trainer = MinimalGRPOTrainer(
+        load_model(device, "bfloat16"),
+        [{"prompts": PROMPTS}],
+        numbered,
+        GROUP,
+        height=SIZE,
+        width=SIZE,
+        num_inference_steps=2,
+        guidance_scale=1.5,
+        callbacks=[],
+        micro_batch_size=GROUP,
+        **HOT,
+    )
+    return trainer.measure_agreement({"prompts": PROMPTS})
+
+
+def check_ratio(device: torch.device, policy: str) -> str:
+    "New log-probs equal the old ones before the first update."
+    gap = measure_agreement(device).policies[policy]
+    found = f"largest gap {gap.largest:.2g}, mean {gap.mean:.2g} nats, allowed {gap.allowed:.2g}"
+    if not gap.largest <= gap.allowed or gap.too_large:  # also NaN
+        raise Failed(found)
+    return found
+
+
+@dataclass(frozen=True)
+class SamplingWork:
+    "What the token policy samples in a check."
+
+    model: torch.nn.Module
+    inputs: PromptInputs
+    prompt_index: Tensor
+    uniforms: Tensor
+
+    @classmethod
+    def of(cls, device: torch.device, dtype: str, size: int = SIZE) -> "SamplingWork":
+        wrapper = load_model(device, dtype)
+        inputs = prepare_prompts(wrapper.processor, wrapper.ar, PROMPTS, size, size)
+        index = torch.arange(len(PROMPTS), device=device).repeat_interleave(GROUP)
+        uniforms = named_uniforms([f"check|{i}" for i in range(len(index))], inputs.num_tokens)
+        return cls(wrapper.ar, inputs, index, uniforms)
+
+    def decisions(self) -> Decisions:
+        "A sampling loop as on CUDA, before its first step."
+        loop = SamplingLoop(self.model, trim(self.inputs), self.prompt_index, fixed_shapes=True)
+        tokens = Decisions(loop, self.uniforms, **HOT, keep=True)
+        tokens.token_ids.zero_()
+        return tokens
+
+
+def check_scoring(device: torch.device, dtype: str) -> str:
+    "The sampling loop and one scoring pass give a token the same log-prob, up to rounding."
+    work = SamplingWork.of(device, dtype)
+    parts = work.model, work.inputs, work.prompt_index
+    ids, kept = sample_tokens(*parts, work.uniforms, **HOT)
+    given = *parts, ids, HOT["temperature"], kept
+    with torch.no_grad():
+        gap = logprob_gap(loop_logprobs(*given), score_tokens(*given))
+    allowed = allowed_gap(dtype, 1.0)
+    found = f"largest gap {gap['max']:.2g}, mean {gap['mean']:.2g} nats, KL {gap['kl']:.2g}"
+    found += f", allowed {allowed:.2g} and {allowed / 10:.2g}"
+    if not (gap["max"] <= allowed and gap["mean"] <= allowed / 10):
+        raise Failed(found)
+    return found
+
+
+# ---------------------------------------------------------------- the sampling loop on a GPU
+
+
+class Eager:
+    "A recorder that repeats the step itself."
+
+    def warm_up(self, step: Callable[[], object], times: int) -> None:
+        for _ in range(times):
+            step()
+
+    def record(self, step: Callable[[], object]) -> Callable[[], object]:
+        return step
+
+
+def count_launches(work: Callable[[], object]) -> int:
+    "Kernels and graphs that the host launches during a call."
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as events:
+        work()
+        torch.cuda.synchronize()
+    return sum(event.count for event in events.key_averages() if "Launch" in event.key)
+
+
+def timed_steps(
+    work: SamplingWork,
+    recorder: Recorder,
+    launches: Callable[[Callable[[], object]], int],
+) -> tuple[Tensor, str]:
+    "(tokens of all steps, milliseconds and launches per step)"
+    decisions, warm_up = work.decisions(), 3
+    recorder.warm_up(decisions.step, warm_up)
+    again = recorder.record(decisions.step)
+    number, rest = launches(again), work.inputs.num_tokens - warm_up - 1
+
+    def sample():
+        for _ in range(rest):
+            again()
+
+    milliseconds = 1000 * seconds_of(sample, work.prompt_index.device) / rest
+    return decisions.token_ids, f"{milliseconds:.2f} ms and {number} launches"
+
+
+def compare_recorders(
+    work: SamplingWork,
+    graphs: Recorder,
+    launches: Callable[[Callable[[], object]], int] = count_launches,
+) -> str:
+    "The same tokens with and without recorded steps."
+    eager_tokens, eager = timed_steps(work, Eager(), launches)
+    graph_tokens, graph = timed_steps(work, graphs, launches)
+    found = f"eager {eager}, graph {graph} per step"
+    different = int((eager_tokens != graph_tokens).sum())
+    if different:
+        raise Failed(f"{different} of {eager_tokens.numel()} tokens differ; {found}")
+    return f"same tokens; {found}"
+
+
+def check_graph(device: torch.device) -> str:
+    "A CUDA graph of the decode step samples what the eager step samples."
+    require_cuda(device)
+    with torch.no_grad():
+        return compare_recorders(SamplingWork.of(device, "bfloat16", 256), recorder_for(device))
+
+
+def count_waits(work: Callable[[], object]) -> int:
+    "How often the host waits for the GPU during a call."
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            work()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    return sum("synchronizing" in str(warning.message) for warning in warned)
+
+
+def waits_of_loop(work: SamplingWork, steps: int = 4) -> str:
+    "No host wait in the sampling loop. An `item()` shows that waits are counted at all."
+    decisions = work.decisions()
+    decisions.step()
+
+    def sample():
+        for _ in range(steps):
+            decisions.step()
+
+    if not count_waits(decisions.token_ids.sum().item):
+        raise Failed("an item() was not counted as a wait, so the count below means nothing")
+    waits = count_waits(sample)
+    if waits:
+        raise Failed(f"{waits} host waits in {steps} decode steps")
+    return f"0 host waits in {steps} decode steps"
+
+
+def check_waits(device: torch.device) -> str:
+    require_cuda(device)
+    with torch.no_grad():
+        return waits_of_loop(SamplingWork.of(device, "bfloat16"))
+
+
+def check_memory(device: torch.device) -> str:
+    "The peak counts a tensor that is gone, and a new counter forgets it (CUDA)."
+    before, peak = PeakMemory(device).gigabytes(), PeakMemory(device)
+    tensor = torch.zeros(2**24, device=device)
+    size = tensor.nbytes / 1e9
+    del tensor
+    found = peak.gigabytes()
+    if device.type != "cuda":
+        if not found > 0:
+            raise Failed(f"peak {found} GB")
+        return f"peak of the process {found:.2f} GB"
+    after = PeakMemory(device).gigabytes()
+    words = f"{found - before:.3f} GB more for a tensor of {size:.3f} GB; reset to {after:.3f}"
+    if not size <= found - before < 1.1 * size or not after < found:
+        raise Failed(words)
+    return words
+
+
+# ---------------------------------------------------------------- the program
+
+
+def checks(device: torch.device) -> dict[str, Callable[[], str]]:
+    "Name -> check, in the order of the table."
+    found = {}
+    shapes = {"padded": [LENGTH - 10, LENGTH], "no padding": [LENGTH, LENGTH]}
+    for what, lengths in shapes.items():
+        for name in KERNELS:
+            found[f"attention: {name}, {what}"] = functools.partial(
+                check_kernel, device, name, lengths
+            )
+    for policy in ("ar", "dit"):
+        found[f"ratio 1 in bfloat16: {policy}"] = functools.partial(check_ratio, device, policy)
+    for dtype in ("float32", "bfloat16"):
+        found[f"sampled against scored: {dtype}"] = functools.partial(check_scoring, device, dtype)
+    found["decode step: eager against CUDA graph"] = functools.partial(check_graph, device)
+    found["decode step: host waits"] = functools.partial(check_waits, device)
+    found["peak memory"] = functools.partial(check_memory, device)
+    return found
+
+
+def describe(device: torch.device) -> str:
+    "The versions and the device, for a report."
+    if device.type != "cuda":
+        return f"torch {torch.__version__}, {device}"
+    return (
+        f"torch {torch.__version__}, CUDA {torch.version.cuda}, cuDNN "
+        f"{torch.backends.cudnn.version()}, {torch.cuda.get_device_name(device)}"
+    )
+
+
+def main(argv: list[str] | None = None) -> int:
+    "Exit status: 1 if a check failed."
+    parser = argparse.ArgumentParser(
+        prog="python tools/first_minutes.py", description=__doc__.split("\n")[0]
+    )
+    parser.add_argument("--device", help="cuda, mps or cpu (default: the best one available)")
+    device = pick_device(parser.parse_args(argv).device)
+    choose_attention_kernels(device)
+    print(describe(device), flush=True)
+    verdicts = []
+    for name, check in checks(device).items():
+        outcome = judge(name, check)
+        verdicts.append(outcome.verdict)
+        print(outcome, flush=True)
+    counts = {name: verdicts.count(name) for name in ("pass", "FAIL", "skipped")}
+    print(f"{counts['pass']} passed, {counts['FAIL']} failed, {counts['skipped']} skipped")
+    return 1 if counts["FAIL"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(main))
