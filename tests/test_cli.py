@@ -276,6 +276,9 @@ def test_real_configs_fit_their_gpus_and_say_so(name):
     said = re.search(r"about (\d+) GB at the peak", comments)
     assert not said or abs(int(said[1]) - peak) < 3, peak
     assert ("GPUs share the prompts" in comments) == (processes_of(name) > 1)
+    table = Path("nbs/6_run/17_plan.ipynb").read_text()
+    row = re.search(rf"\| `{path.stem}` \| .* \| ([\d.]+) GB \|", table)
+    assert abs(float(row[1]) - peak) < 0.1, f"6_run/17_plan: {peak:.1f} GB"
 
 
 SET_BY_HAND = "--model.torch_dtype bfloat16 --training.learning_rate 1e-5".split()
