@@ -61,7 +61,8 @@ class GLMImageWrapper:
         self.device = pick_device(device, device_map)
         choose_attention_kernels(self.device)
         self.dtype = pick_dtype(torch_dtype, self.device, all_weights=lora in (None, False))
-        self.pipe = load_pipeline(model_name, self.dtype, self.device, revision)
+        place = "cpu" if offload else self.device  # both halves may be too large for the device
+        self.pipe = load_pipeline(model_name, self.dtype, place, revision)
         self.processor, self.tokenizer = self.pipe.processor, self.pipe.processor.tokenizer
         self.ar = self.ar_model = self.pipe.vision_language_encoder
         self.dit = self.dit_model = self.pipe.transformer
@@ -70,7 +71,8 @@ class GLMImageWrapper:
         self.halves = {half: models[half] for half in COMPONENTS[component]}
         self._choose_weights(lora)
         self._enable_checkpointing(gradient_checkpointing)
-        self.offload = Offload(models if offload else {}, self.device)
+        rest = (self.pipe.vae, self.pipe.text_encoder)
+        self.offload = Offload(models if offload else {}, self.device, rest)
         if isinstance(lora, (str, Path)):
             self.load_adapter(lora)
         self.policies = {half: POLICIES[half](self) for half in self.halves}

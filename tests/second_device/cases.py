@@ -197,19 +197,31 @@ def test_offload_locks_one_block_per_half(model_folder):
     "Of the size of its frozen weights; rounded up, blocks would take a quarter more."
     device.LOCKED.clear()
     model = load_model(model_folder, "ar", offload=True)
-    frozen, count = [], 0
-    for half in (model.ar, model.dit):
-        sizes = [p.nbytes for p in half.parameters() if not p.requires_grad]
-        frozen.append(sum(sizes))
-        count += len(sizes)
+    sizes = [copy.nbytes for pairs in model.offload.frozen.values() for _, copy in pairs]
     assert len(device.LOCKED) == 2
-    assert 0 <= sum(device.LOCKED) - sum(frozen) < 64 * count
+    assert 0 <= sum(device.LOCKED) - sum(sizes) < 64 * len(sizes)
     for half, other in (("ar", model.dit), ("dit", model.ar), ("ar", model.dit)):
         with device.waits() as waits:
             model.wake(half)
         assert not waits, told(waits)  # fetched while the program goes on
         frozen_numbers = [p.numel() for p in other.parameters() if not p.requires_grad]
         assert sum(frozen_numbers) == 0
+
+
+@pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
+def test_offload_never_has_both_halves_on_the_device(model_folder, monkeypatch, lora):
+    "Neither while the model is loaded nor afterwards. Full weights train and stay: the AR's."
+    on_device = device.bytes_on_device(monkeypatch)
+    model = load_model(model_folder, "ar", lora, offload=True)
+    frozen = {h: sum(copy.nbytes for _, copy in w) for h, w in model.offload.frozen.items()}
+    rest = [*model.pipe.vae.parameters(), *model.pipe.text_encoder.parameters()]
+    stays = sum(p.nbytes for p in rest + model.get_trainable_parameters())
+    buffers = sum(b.nbytes for half in (model.ar, model.dit) for b in half.buffers())
+    assert stays <= on_device.peak <= stays + 2 * buffers + 2**16
+    for half in ("ar", "dit", "ar"):
+        model.wake(half)
+    assert on_device.peak <= stays + max(frozen.values()) + 2 * buffers + 2**16
+    assert all(p.device.type == "cuda" for part in (model.ar, model.dit) for p in part.parameters())
 
 
 def test_the_programs(model_folder, tmp_path, monkeypatch, capsys):

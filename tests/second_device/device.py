@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -172,6 +173,42 @@ class DeviceTensor(Tensor):
 
     def data_ptr(self):
         return self.numbers.data_ptr()
+
+
+class BytesOnDevice:
+    "Bytes of all tensors made on the device since, counted by storage; and their peak."
+
+    def __init__(self):
+        self.storages, self.now, self.peak = {}, 0, 0
+
+    def add(self, tensor: DeviceTensor) -> None:
+        storage = tensor.numbers.untyped_storage()
+        key, size = storage.data_ptr(), storage.nbytes()
+        if not size:
+            return
+        if key not in self.storages:
+            self.now += size
+            self.peak = max(self.peak, self.now)
+            self.storages[key] = [size, 0]
+        self.storages[key][1] += 1
+        weakref.finalize(tensor.numbers, self.release, key)
+
+    def release(self, key: int) -> None:
+        self.storages[key][1] -= 1
+        if not self.storages[key][1]:
+            self.now -= self.storages.pop(key)[0]
+
+
+def bytes_on_device(monkeypatch) -> BytesOnDevice:
+    "Count from now on, until the test ends."
+    counted, start = BytesOnDevice(), DeviceTensor.__init__
+
+    def start_and_count(tensor, numbers, device):
+        start(tensor, numbers, device)
+        counted.add(tensor)
+
+    monkeypatch.setattr(DeviceTensor, "__init__", start_and_count)
+    return counted
 
 
 def numbers_of(x):
