@@ -27,7 +27,7 @@ class Paired(NamedTuple):
 
 
 def paired_difference(
-    before: ArrayLike,  # [P, S] a number per prompt and seed; NaN or None: nothing to score
+    before: ArrayLike,  # [P, S] one number per prompt and seed; NaN or None: nothing to score
     after: ArrayLike,  # [P, S] the same prompts and seeds, later
 ) -> Paired:
     "Means over the pairs in which both have a score; seeds are averaged first. Raises UserError."
@@ -97,7 +97,7 @@ def _number_or_nan(value: float | None) -> float:
 def prompts_label(
     result: dict,  # of `evaluate`, or of eval.json
 ) -> str:
-    "What its prompts are called: held out, unless it says that they were trained on."
+    "The label of its prompts: held out, unless the result marks them as trained on."
     return "held-out prompts" if result.get("prompts_are_held_out", True) else "training prompts"
 
 

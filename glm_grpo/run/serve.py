@@ -61,7 +61,7 @@ def make_serve_parser() -> argparse.ArgumentParser:
 
 # %% ../../nbs/6_run/09_serve.ipynb #n008
 def wait_for_ctrl_c() -> None:
-    "Do nothing until Ctrl+C."
+    "Wait until Ctrl+C."
     try:
         threading.Event().wait()
     except KeyboardInterrupt:
