@@ -156,7 +156,7 @@ def test_output_that_was_closed_before_the_start(monkeypatch):
 def test_a_world_size_that_is_no_number_is_told(folder, capsys, monkeypatch, text, dry):
     monkeypatch.setenv("WORLD_SIZE", text)
     assert main(*small(folder, "--output_dir", folder / "run", *dry)) == 2
-    assert f"WORLD_SIZE={text}: a whole number" in told(capsys)
+    assert f"WORLD_SIZE={text}: this environment variable must be a whole number" in told(capsys)
     assert not (folder / "run").exists()
 
 

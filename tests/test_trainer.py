@@ -681,7 +681,7 @@ def test_nothing_is_saved_in_the_middle_of_a_step(tmp_path):
     with pytest.raises(OSError):
         trainer.train(1)
     assert trainer.step == 1 and not trainer.whole
-    assert "middle of a step" in refusal(trainer.save_checkpoint, tmp_path / "half")
+    assert "between two updates of one step" in refusal(trainer.save_checkpoint, tmp_path / "half")
     assert not list(tmp_path.iterdir())
     trainer.accumulate = accumulate
     trainer.train(1)

@@ -177,7 +177,7 @@ def test_a_checkpoint_that_does_not_fit_changes_nothing(tmp_path, changes, part)
 def test_half_a_step_is_not_saved(tmp_path):
     trainer = make_trainer()
     trainer.whole = False
-    assert "in the middle of a step" in refusal(trainer.save_checkpoint, tmp_path / "x")
+    assert "between two updates of one step" in refusal(trainer.save_checkpoint, tmp_path / "x")
     assert list(tmp_path.iterdir()) == []
 
 
