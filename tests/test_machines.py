@@ -14,7 +14,7 @@ import pytest
 import torch
 from helpers import GREEN, PROMPTS, ROOT, files, main, read_jsonl, small, told
 from programs.train_on_ranks import Work, run
-from test_ranks import PROGRAM, check_same_metrics, environment, free_port, weights
+from test_ranks import PROGRAM, check_same_metrics, free_port, start, weights
 from torch.distributed.run import parse_args
 
 from glm_grpo.training.ranks import process_count
@@ -46,18 +46,7 @@ def accelerate(machine, port):
 
 def run_all(commands, timeout=300, **environment_variables):
     "Runs the commands at the same time, until all have succeeded."
-    running = []
-    for command in commands:
-        process = subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env=environment(**environment_variables),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
-        running.append(process)
+    running = [start(command, **environment_variables) for command in commands]
     try:
         printed = [process.communicate(timeout=timeout)[0] for process in running]
     finally:

@@ -28,25 +28,31 @@ def environment(**more):
     return {**os.environ, **own, **{name: str(value) for name, value in more.items()}}
 
 
+def start(command, **environment_variables):
+    "A process in the repository's folder, the first of a session; its output is one text."
+    return subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=environment(**environment_variables),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
 def launch(world, work, timeout=300):
     "PROGRAM on `world` processes, as a launcher starts it -> their (status, what they said)."
     port, processes = free_port(), []
     for rank in range(world):
-        env = environment(
+        process = start(
+            [sys.executable, str(PROGRAM), json.dumps(work)],
             RANK=rank,
             LOCAL_RANK=rank,
             WORLD_SIZE=world,
             LOCAL_WORLD_SIZE=world,
             MASTER_ADDR="127.0.0.1",
             MASTER_PORT=port,
-        )
-        process = subprocess.Popen(
-            [sys.executable, str(PROGRAM), json.dumps(work)],
-            cwd=ROOT,
-            env=env,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
         )
         processes.append(process)
     try:
