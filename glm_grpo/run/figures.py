@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['HEALTH', 'save_figure', 'is_pass_or_fail', 'BeforeAfterFigure', 'before_after_figure', 'running_mean',
-           'reward_curve_figure', 'of_policies', 'draw_rewards', 'step_charts']
+           'reward_curve_figure', 'of_policies', 'health_curves', 'draw_rewards', 'step_charts']
 
 # %% ../../nbs/6_run/07_figures.ipynb #n005
 import io
@@ -163,12 +163,11 @@ def reward_curve_figure(
     after: dict | None = None,
 ) -> "matplotlib.figure.Figure":  # noqa: F821
     """Reward against step, with a running mean over a tenth of the run; below it gradient norm,
-    clip fraction and KL, where the lines have them."""
+    clip fraction and KL, see `health_curves`."""
     from matplotlib.figure import Figure
 
     steps = [line["step"] for line in lines]
-    curves = {title: of_policies(lines, name) for name, title in HEALTH.items()}
-    curves = {title: found for title, found in curves.items() if found}
+    curves = health_curves(lines)
     figure = Figure(figsize=(8, 5 if curves else 3), layout="constrained")
     rows = figure.add_gridspec(2 if curves else 1, max(1, len(curves)))
     draw_rewards(figure.add_subplot(rows[0, :]), steps, lines, {"before": before, "after": after})
@@ -196,6 +195,16 @@ def of_policies(lines: Sequence[dict], name: str) -> dict[str, list[float]]:
             values = [line.get(key) for line in lines]
             found[policy] = [math.nan if value is None else value for value in values]
     return found
+
+
+def health_curves(lines: Sequence[dict]) -> dict[str, dict[str, list[float]]]:
+    "Title -> policy -> value per step, of the metrics of HEALTH that are not 0 at every step."
+    curves = {}
+    for name, title in HEALTH.items():
+        found = of_policies(lines, name)
+        if any(any(values) for values in found.values()):
+            curves[title] = found
+    return curves
 
 
 def draw_rewards(ax, steps: list[int], lines: list[dict], levels: dict[str, dict | None]) -> None:
@@ -257,15 +266,14 @@ def _chart(
 def step_charts(
     lines: Sequence[dict],  # of metrics.jsonl
 ) -> str:  # HTML; empty with fewer than two steps
-    "A chart of the reward, and one of each metric of HEALTH that the lines have."
+    "A chart of the reward, and those of `health_curves`."
     steps, charts = [line["step"] for line in lines], []
     if rewards := of_policies(lines, "reward_mean").get(""):
         width = max(1, len(lines) // 10)
         curves = {"each step (pale)": ("c0 pale", rewards)}
         curves[f"mean of {width} steps"] = ("c0", running_mean(rewards, width))
         charts.append(_chart("Reward on training prompts:", steps, curves))
-    for name, title in HEALTH.items():
-        found = of_policies(lines, name)
+    for title, found in health_curves(lines).items():
         curves = {policy: (f"c{i % 2}", values) for i, (policy, values) in enumerate(found.items())}
         charts.append(_chart(title[0].upper() + title[1:], steps, curves))
     return f'<div class="charts">{"".join(charts)}</div>' if any(charts) else ""
