@@ -27,7 +27,7 @@ class Conditions:
     glyphs: Tensor  # [N, S, D]
     no_glyphs: Tensor  # [N, S0, D], of the empty text
     target_size: Tensor  # [N, 2], height and width in pixels
-    crop_coords: Tensor  # [N, 2], zeros
+    crop_coords: Tensor  # [N, 2], zeros: an input that the DiT was trained with
     image_rotary_emb: tuple  # cos and sin, [patches, head size] float32
     guidance_scale: float  # at most 1: no guidance
     sources: object = None  # image to image: the GlmImageKVCache of `source_cache`

@@ -51,13 +51,13 @@ class _TokenLogprobs(torch.autograd.Function):
 # %% ../../nbs/3_model/07_scoring.ipynb #c015
 def _decision_states(text_model, inputs, prompt_index, token_ids):
     "Hidden states [N, T, H] at which the T tokens are decided. The last token is no input."
-    rows = trim(inputs.rows(prompt_index))
+    rows = trim(inputs.rows(prompt_index))  # without the padding that all rows have in common
     before = token_ids[:, :-1]
     ids = torch.cat((rows.input_ids, before), 1)
     positions = torch.cat((rows.position_ids, rows.decode_position_ids[..., :-1]), 2)
     out = text_model(
         inputs_embeds=text_model.embed_tokens(ids),
-        attention_mask=visibility(rows, before.shape[1]),
+        attention_mask=visibility(rows, before.shape[1]),  # what each position may attend to
         position_ids=positions,
         use_cache=False,
     )
