@@ -207,16 +207,14 @@ def compute_grpo_loss(  # noqa: PLR0913 (the public interface)
     clip_range: float = 0.2,  # the ratio is clipped at 1 - clip_range (and 1 + clip_range)
     *,
     mask: Tensor | None = None,  # the same shape, 1 or True: the decision counts; None: all
-    # how to clip and average: one of `LOSS_TYPES`
-    loss_type: str = "grpo",
+    loss_type: str = "grpo",  # how to clip and average: one of `LOSS_TYPES`
     # a ratio per decision ("token") or per sample ("sequence", GSPO)
     importance_sampling_level: str = "token",
     # the ratio is clipped at 1 + this; None: clip_range; cispo: ceiling of the ratio (5 is usual)
     clip_range_high: float | None = None,
     delta: float | None = None,  # bound of the ratio in the unclipped term
     max_length: int | None = None,  # dr_grpo: the longest possible number of decisions; None: T
-    # the KL to the reference policy: its weight
-    beta: float = 0.0,
+    beta: float = 0.0,  # weight of the KL to the reference policy
     ref_logprobs: Tensor | None = None,  # the same shape: of the reference policy
     # the same shape, with gradient: the KL of each decision where it is known exactly;
     # then ref_logprobs are not needed
