@@ -254,7 +254,7 @@ def _ask_once(self, method, path, body):
     answer = _read_object(data)
     if status == 200:
         if answer is None:
-            reason = f"answered with {data[:60]!r}, which is no JSON object"
+            reason = f"answered with {data[:60]!r}, which is not a JSON object"
             raise self.endpoint.error(reason, "Is this the address of a reward server?")
         return answer
     told = data[:60] if answer is None else answer.get("error")
