@@ -157,7 +157,7 @@ SLIPS = {  # words -> a part of the message
     "--model.component both --rollout.noise_level 1.5": "cps takes at most 1",
     "--reward.dit_metrics {sign:\\ 1}": "does not learn",
     "--model.component dit --reward.dit_functions a.py:f": "there is one reward",
-    "--reward.metrics.clip 1": "no package carries its weights",
+    "--reward.metrics.clip 1": "its weights are part of no package",
     "--reward.metrics {scene:\\ 0}": "all weights are 0",
     "--reward.metrics.beauty 1": "reward.metrics.beauty: no such metric",
     "--reward.functions redness.py": "write it as file.py:name",

@@ -159,10 +159,10 @@ def test_log_probs_want_the_rollout():
     for call in (model.compute_sequence_logprobs, model.compute_token_logprobs):
         message = refusal(call, rollout["token_ids"])
         assert "the rollout that generate_with_tracking returned, not for a Tensor" in message
-    for mask in ({"attention_mask": rollout["token_ids"]}, {}):
-        positional = [] if mask else [rollout["token_ids"]]
-        message = refusal(model.compute_sequence_logprobs, rollout, *positional, **mask)
-        assert "attention_mask" in message and "compute_sequence_logprobs(rollout)" in message
+        for mask in ({"attention_mask": rollout["token_ids"]}, {}):
+            positional = [] if mask else [rollout["token_ids"]]
+            message = refusal(call, rollout, *positional, **mask)
+            assert f"attention_mask: a rollout has its own masks: call {call.__name__}(" in message
 
 
 def test_the_models_parts_have_the_plans_names():

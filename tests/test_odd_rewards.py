@@ -5,6 +5,7 @@ import pytest
 import torch
 from helpers import counting_reward, evaluate_main, files, main, resume, small, step_of, steps, told
 
+from glm_grpo.rewards.remote import Endpoint
 from glm_grpo.rewards.reward_server import serve
 
 pytestmark = pytest.mark.usefixtures("at_root")
@@ -133,14 +134,50 @@ def brightness(images):
     return images.mean((1, 2, 3))
 
 
-def test_a_server_needs_no_trust_because_none_of_its_code_runs_here(folder):
-    "A run with a remote reward is continued and evaluated without --trust_run_code."
+@pytest.fixture
+def run_with_a_server(folder, monkeypatch):
+    "A run of one step with a remote reward, the server's address, and the headers that it got."
+    monkeypatch.setenv("GLM_GRPO_TOKEN", "open-sesame")
     run, words = folder / "run", small(folder, "--num_steps", 1, "--training.trackers", "null")
-    at = words.index("--reward.functions")
+    at, heard = words.index("--reward.functions"), []
+    exchange = Endpoint.exchange
+
+    def listened(self, *arguments):
+        heard.append((self.url, self.token))
+        return exchange(self, *arguments)
+
+    monkeypatch.setattr(Endpoint, "exchange", listened)
     with serve(brightness) as server:
         words[at : at + 2] = ["--reward.remote", f"{{far: {server.url}}}"]
         assert main(*words, "--reward.metrics", "{far: 1}", "--output_dir", run) == 0
-        assert main("--resume", run, "--num_steps", 2) == 0
-        more = ["--training.eval_samples", 1, "--training.eval_prompts", 1]
-        assert evaluate_main("--checkpoint", run, *more) == 0
-    assert steps(run) == [1, 2]
+        assert {*heard} == {(server.url, "open-sesame")}
+        heard.clear()
+        yield run, server.url, heard
+
+
+def test_a_server_that_only_the_run_names_gets_nothing(run_with_a_server, folder, capsys):
+    run, url, heard = run_with_a_server
+    there = files(run)
+    capsys.readouterr()
+    for trust in ([], ["--trust_run_code"]):
+        assert evaluate_main("--checkpoint", run, *trust) == 2
+        assert main("--resume", run, "--num_steps", 2, *trust) == 2
+        assert main("--resume", run, "--num_steps", 2, "--dry_run", *trust) == 2
+    other = ["--reward.remote.other", "http://127.0.0.1:9"]
+    assert main("--resume", run, "--num_steps", 2, *other) == 2
+    messages = [line for line in capsys.readouterr().err.splitlines() if line]
+    assert len(messages) == 7
+    for message in messages:
+        assert f"{run}/config.yaml: reward.remote" in message and repr(url) in message
+        assert "--reward.remote" in message.split("repeat")[1] and "sesame" not in message
+    assert heard == [] and files(run) == there
+
+
+def test_a_server_that_the_command_names_is_used(run_with_a_server, folder):
+    run, url, heard = run_with_a_server
+    (folder / "mine.yaml").write_text(f"reward: {{remote: {{far: {url}}}}}\n")
+    assert main("--resume", run, "--num_steps", 2, "--reward.remote.far", url) == 0
+    assert main("--resume", run, "--num_steps", 3, "--config", folder / "mine.yaml") == 0
+    more = ["--training.eval_samples", 1, "--training.eval_prompts", 1]
+    assert evaluate_main("--checkpoint", run, *more, "--reward.remote", f"{{far: {url}}}") == 0
+    assert steps(run) == [1, 2, 3] and {*heard} == {(url, "open-sesame")}

@@ -112,9 +112,9 @@ CASES = {  # name -> act, requests that the client makes, text of its error (Non
     "always 500": (always(NO_MEMORY, 500), 3, "CUDA out of memory"),
     "dies in the middle": (bytes_of(b'{"scores": [0', 500), 3, "closed the connection"),
     "dies before": (lambda handler, n: None, 3, "closed the connection"),
-    "an HTML page": (bytes_of(b"<html>Welcome!</html>"), 1, "no JSON object"),
-    "a list": (always([1, 2]), 1, "no JSON object"),
-    "deeply nested": (bytes_of(b"[" * 100_000), 1, "no JSON object"),
+    "an HTML page": (bytes_of(b"<html>Welcome!</html>"), 1, "not a JSON object"),
+    "a list": (always([1, 2]), 1, "not a JSON object"),
+    "deeply nested": (bytes_of(b"[" * 100_000), 1, "not a JSON object"),
     "no scores": (always({}), 1, "no scores for 2 images"),
     "three for two": (always({"scores": [1, 2, 3]}), 1, "3 scores for 2 images"),
     "a word": (always({"scores": [1, "good"]}), 1, "the score 'good'"),
@@ -214,6 +214,29 @@ def test_what_is_not_wanted_is_not_sent(reward, given, expected):
     assert set(json.loads(recorded.call_args.args[3])) == expected
 
 
+def test_all_inputs_of_a_reward_arrive():
+    "NaN, prompts of any script, targets, several sources and metadata."
+    heard = {}
+
+    def nosy(images, prompts, targets=None, sources=None, metadata=None):
+        heard.update(prompts=prompts, targets=targets, sources=sources, metadata=metadata)
+        return [len(prompt) if '"' in prompt else float("nan") for prompt in prompts]
+
+    red, grey = Image.new("RGB", (8, 8), "red"), Image.new("RGB", (8, 8), "grey")
+    quotes, control = '一只猫，写着 "你好"', 'tab\tnew\n"quote"\\ \0'
+    words = ["кот на стене", quotes, 'قطة "مرحبا"', control, "🐱 kein Schild", ""]
+    notes = [{"word": "猫", "box": [0, 1.5], "none": None, "n": n} for n in range(6)]
+    sources = [[red, grey]] * 5 + [[red]]
+    with serve(nosy) as server:
+        scores = RemoteReward(server.url)(IMAGES[:6], words, IMAGES[6:], sources, notes)
+    assert scores.isnan().tolist() == [True, False, False, False, True, True]
+    assert scores[1] == len(words[1])
+    assert heard["prompts"] == words and heard["metadata"] == notes
+    assert torch.equal(heard["targets"], IMAGES[6:])
+    assert [len(own) for own in heard["sources"]] == [2] * 5 + [1]
+    assert np.array_equal(heard["sources"][0][1], grey)
+
+
 def test_each_request_has_its_own_rows():
     "With a batch of 4, the last of two requests has the rows 4 and 5 of everything."
     red, grey = Image.new("RGB", (8, 8), "red"), Image.new("RGB", (8, 8), "grey")
@@ -242,3 +265,24 @@ def test_metadata_that_json_cannot_hold(value):
         client = RemoteReward(server.url)
         message = refusal(call_reward, client, IMAGES[:1], ["a"], metadata=[{"x": value}])
     assert "cannot be written as JSON" in message
+
+
+THIS_MACHINE = ["http://localhost:1", "http://127.0.0.1:1", "http://127.1.2.3", "http://[::1]:1"]
+
+
+@pytest.mark.parametrize("url", [*THIS_MACHINE, "https://far.example"])
+def test_a_token_over_https_or_on_this_machine_needs_no_warning(monkeypatch, recwarn, url):
+    monkeypatch.setenv("GLM_GRPO_TOKEN", "open-sesame")
+    Endpoint(url)
+    assert not recwarn
+
+
+@pytest.mark.parametrize("host", ["far.example:8000", "10.0.0.2", "localhost.far.example"])
+def test_a_token_over_http_to_another_machine_is_warned_of(monkeypatch, recwarn, host):
+    Endpoint(f"http://{host}")  # without a token
+    assert not recwarn
+    monkeypatch.setenv("GLM_GRPO_TOKEN", "open-sesame")
+    Endpoint(f"http://{host}")
+    (warning,) = recwarn
+    assert f"sent to http://{host} over http" in str(warning.message)
+    assert "sesame" not in str(warning.message)

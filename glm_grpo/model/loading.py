@@ -299,6 +299,7 @@ def load_pipeline(
                 str(source),
                 torch_dtype=torch_dtype,
                 local_files_only=not online,
+                use_safetensors=True,
                 revision=revision,
             )
     except Exception as error:

@@ -179,13 +179,22 @@ def generate_with_tracking(  # noqa: PLR0913  the public interface
     return RolloutSampler(self, request).sample()
 
 # %% ../../nbs/3_model/21_wrapper.ipynb #n031
+def _refuse_mask(method, mask, batch_size=None):
+    "UserError: a mask is given, by name or by place."
+    if mask is not None or torch.is_tensor(batch_size):
+        told = f"a rollout has its own masks: call {method}(rollout) without one."
+        raise UserError(f"attention_mask: {told}")
+
+
 @patch_to(GLMImageWrapper)
 def compute_token_logprobs(
     self,
     rollout: Rollout,
     batch_size: int | None = None,  # rows at a time; None: all
+    attention_mask=None,  # refused: a rollout has its own masks
 ) -> Tensor:  # [N, T] float32, with a gradient where gradients are enabled
-    "Log-prob of each sampled token under the current model."
+    "Log-prob of each sampled token under the current model. UserError: an attention_mask."
+    _refuse_mask("compute_token_logprobs", attention_mask, batch_size)
     self.wake("ar")
     with checkpointing(self.ar.model.language_model.layers, self.gradient_checkpointing):
         return score_token_decisions(self.ar, rollout, batch_size)
@@ -194,9 +203,7 @@ def compute_token_logprobs(
 @patch_to(GLMImageWrapper)
 def compute_sequence_logprobs(self, rollout: Rollout, attention_mask=None) -> Tensor:  # [N]
     "Mean over the tokens, float32. UserError: an attention_mask, which a rollout does not need."
-    if attention_mask is not None:
-        told = "a rollout has its own masks: call compute_sequence_logprobs(rollout) without one."
-        raise UserError(f"attention_mask: {told}")
+    _refuse_mask("compute_sequence_logprobs", attention_mask)
     return self.compute_token_logprobs(rollout).mean(1)
 
 

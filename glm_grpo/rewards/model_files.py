@@ -80,11 +80,9 @@ def load_frozen(
             f"{folder}: contains no config.json. "
             "Give the folder of a model in the layout of transformers."
         )
-    local_only = {"local_files_only": True, "use_safetensors": True}
+    safely = {"local_files_only": True, "use_safetensors": True, "trust_remote_code": False}
     with quiet():
-        model, info = auto.from_pretrained(
-            folder, dtype=dtype, output_loading_info=True, **local_only
-        )
+        model, info = auto.from_pretrained(folder, dtype=dtype, output_loading_info=True, **safely)
     if missing := sorted(info["missing_keys"]):
         raise UserError(
             f"{folder}: {len(missing)} weights of {type(model).__name__} are not in its files, "
@@ -98,7 +96,9 @@ def load_processor(folder: Path, **options):
     from transformers import AutoProcessor
 
     try:
-        return AutoProcessor.from_pretrained(folder, local_files_only=True, **options)
+        return AutoProcessor.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False, **options
+        )
     except ImportError as e:
         raise UserError(
             f"{folder}: its processor needs torchvision, which is not installed (processors that "

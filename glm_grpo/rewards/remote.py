@@ -7,10 +7,12 @@ __all__ = ['RemoteError', 'TemporaryError', 'Endpoint', 'RemoteReward']
 
 # %% ../../nbs/4_rewards/18_remote.ipynb #n002
 import http.client
+import ipaddress
 import json
 import socket
 import ssl
 import time
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from urllib.parse import SplitResult, urlsplit
 
@@ -53,6 +55,14 @@ def _split_url(url: str) -> SplitResult:
     return parts
 
 # %% ../../nbs/4_rewards/18_remote.ipynb #n010
+def _is_this_machine(host: str) -> bool:
+    "Whether a host is this machine by its name or number, so that nothing leaves it."
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:  # a name
+        return host == "localhost"
+
+
 class Endpoint:
     "The address of a reward server, and one request to it."
 
@@ -65,6 +75,14 @@ class Endpoint:
         self.parts = _split_url(url)
         self.url = url.rstrip("/")
         self.token = read_token()
+        if self.token and self.parts.scheme == "http" and not _is_this_machine(self.parts.hostname):
+            host, port = self.parts.hostname, self.parts.port or 80
+            warnings.warn(
+                f"The token in {TOKEN} is sent to {self.url} over http, so others on the network "
+                f"can read it. Use https, or a tunnel: ssh -N -L {port}:127.0.0.1:{port} {host}, "
+                f"and http://127.0.0.1:{port} as the address.",
+                stacklevel=3,
+            )
 
     def error(self, reason: str, fix: str, kind: type = RemoteError) -> RemoteError:
         "An error with the address in it."
@@ -114,9 +132,10 @@ class RemoteReward:
     Called as a reward: `remote(images [N, 3, H, W] in [0, 1], prompts, targets, sources,
     metadata) -> [N]` float32, NaN where the server sends null; the range is the server's. Images
     are sent as 8-bit PNG, with only the inputs that the server wants. The constructor queries the
-    server (UserError if it does not answer); calls raise RemoteError. Every server receives the
-    token in the environment variable GLM_GRPO_TOKEN, if it is set. None of the server's code runs
-    here. The protocol is in 4_rewards/16_remote_protocol.
+    server (UserError if it does not answer); calls raise RemoteError. The server receives the
+    token in the environment variable GLM_GRPO_TOKEN, if it is set; over http to another machine
+    with a warning. None of the server's code runs here. The protocol is in
+    4_rewards/16_remote_protocol.
     """
 
     pause = 0.5  # seconds before the first retry, then twice as long each time
@@ -235,7 +254,7 @@ def _ask_once(self, method, path, body):
     answer = _read_object(data)
     if status == 200:
         if answer is None:
-            reason = f"answered with {data[:60]!r}, which is no JSON object"
+            reason = f"answered with {data[:60]!r}, which is not a JSON object"
             raise self.endpoint.error(reason, "Is this the address of a reward server?")
         return answer
     told = data[:60] if answer is None else answer.get("error")

@@ -117,7 +117,7 @@ def _read_json(data: bytes) -> dict:
     try:
         request = json.loads(data)
     except (ValueError, RecursionError) as e:
-        raise ValueError(f"the request is no JSON ({e})") from None
+        raise ValueError(f"the request is not valid JSON ({e})") from None
     if not isinstance(request, dict) or request.get("version") != VERSION:
         raise ValueError(f'expected {{"version": {VERSION}, "images": [...], "prompts": [...]}}')
     return request

@@ -164,7 +164,7 @@ def _geneval_line(line: str, where: str) -> dict:
         record = json.loads(line)
     except json.JSONDecodeError as error:
         reason = f"{error.msg}, column {error.colno}"
-        raise UserError(f"{where}: no valid JSON ({reason}). Fix the line.") from None
+        raise UserError(f"{where}: not valid JSON ({reason}). Fix the line.") from None
     for key in ("tag", "include", "prompt"):
         if not isinstance(record, dict) or not record.get(key):
             raise UserError(
@@ -192,7 +192,7 @@ def _read_cvtg(path: Path) -> list[dict]:
         data = json.loads("\n".join(read_lines(path)))
     except json.JSONDecodeError as error:
         line = f"{path}, line {error.lineno}"
-        raise UserError(f"{line}: no valid JSON ({error.msg}). Fix the line.") from None
+        raise UserError(f"{line}: not valid JSON ({error.msg}). Fix the line.") from None
     records = data.get("data_list") if isinstance(data, dict) else None
     if not isinstance(records, list) or not records:
         raise UserError(

@@ -178,8 +178,8 @@ def check_metric(config: Config, where: str, name: str) -> None:
         )
     if name in BRING_WEIGHTS and name not in models and name not in remote:
         raise UserError(
-            f"reward.{where}.{name}: no package carries its weights. Give them: "
-            f"reward.models.{name}=FOLDER (or a hub id); or reward.remote.{name}=URL."
+            f"reward.{where}.{name}: its weights are part of no package. Set "
+            f"reward.models.{name}=FOLDER (or a hub id), or reward.remote.{name}=URL."
         )
 
 # %% ../../nbs/6_run/02_checks.ipynb #n023

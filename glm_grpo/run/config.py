@@ -171,8 +171,8 @@ class RewardConfig:
         None,
         "rewards of another process, under names of your choice: {hpsv3: http://127.0.0.1:8000}; "
         "python -m glm_grpo.remote serves one; measured, and trained if reward.metrics gives a "
-        "weight; needs no --trust_run_code: none of a server's code runs here, but it receives "
-        "prompts, images and GLM_GRPO_TOKEN",
+        "weight. A server receives prompts, images and GLM_GRPO_TOKEN, so a run is resumed and "
+        "evaluated only with servers that the command line or --config names",
     )
     time_limit: float = option(
         600.0,

@@ -4,18 +4,24 @@
 
 # %% auto #0
 __all__ = ['PROGRAM', 'MORE_HELP', 'TRUST', 'make_own_parser', 'numbers_table', 'check_same_model', 'Comparison', 'take_trust',
-           'code_of', 'check_code_of_run', 'evaluate_command', 'main']
+           'code_of', 'naming_servers', 'words_to_go_on', 'check_code_of_run', 'check_servers_of_run', 'check_run',
+           'evaluate_command', 'main']
 
 # %% ../../nbs/6_run/14_evaluate.ipynb #n004
 import argparse
+import json
+import shlex
 import sys
+from functools import partial
 from pathlib import Path
 
 from ..data.basics import UserError, patch_to
 from ..data.files import check_output_folder
+from ..data.options import collect, refuse
 from ..model.tokens import check_prompt_lengths
 from ..rewards.calling import RewardError, save_failed, where_raised
 from ..rewards.functions import functions_of_others, named_functions
+from ..rewards.remote_protocol import TOKEN
 from glm_grpo.run.build import (
     check_reward,
     load_on_ranks,
@@ -25,7 +31,7 @@ from glm_grpo.run.build import (
     part_weights,
 )
 from .checks import check_config
-from .command_line import functions_in, parse_args, run_command
+from .command_line import given_by_user, parse_args, run_command
 from .comparison import prompts_label
 from .config import Config, image_height_width
 from .evaluation import evaluate_config, write_eval
@@ -208,23 +214,58 @@ def code_of(config: Config) -> list[str]:
     return [text for texts in both for text in named_functions(texts).values()]
 
 
-def check_code_of_run(
-    config: Config,  # the run's configuration, changed by the words
-    words: list[str],  # of the command line, without the checkpoint
-    run: Path | None,  # folder of the run
-) -> None:
+def naming_servers(config: Config) -> str:
+    "The option that names a configuration's servers, as a shell takes it; empty: there are none."
+    servers = config.reward.remote
+    if not servers:
+        return ""
+    return f"--reward.remote {shlex.quote(json.dumps(servers))}"
+
+
+def words_to_go_on(config: Config) -> str:
+    "What a command adds to go on with a run of one's own, each with a blank before it."
+    words = [TRUST if code_of(config) else "", naming_servers(config)]
+    return "".join(f" {word}" for word in words if word)
+
+# %% ../../nbs/6_run/14_evaluate.ipynb #cd837e8
+def check_code_of_run(config: Config, own: Config, file: Path) -> None:
     "UserError: only the run's own configuration names a function."
-    if run is None or not code_of(config):
-        return
     named = list(dict.fromkeys(code_of(config)))
-    found = functions_of_others(named, functions_in(words))
+    found = functions_of_others(named, code_of(own))
     if found:
         raise UserError(
-            f"{run / 'config.yaml'}: the run uses code that you have not named: "
-            f"{', '.join(found)}. Running it gives it your rights. Read "
-            f"{', '.join(dict.fromkeys(found.values()))}; then add {TRUST}, or name the functions "
-            "yourself with --reward.functions."
+            f"{file}: the run uses code that you have not named: {', '.join(found)}. Running it "
+            f"gives it your rights. Read {', '.join(dict.fromkeys(found.values()))}; then add "
+            f"{TRUST}, or name the functions yourself with --reward.functions."
         )
+
+
+def check_servers_of_run(config: Config, own: Config, file: Path) -> None:
+    "UserError: only the run's own configuration names a server."
+    known = {url.rstrip("/") for url in (own.reward.remote or {}).values()}
+    servers = dict.fromkeys((config.reward.remote or {}).values())
+    found = [url for url in servers if url.rstrip("/") not in known]
+    if found:
+        raise UserError(
+            f"{file}: reward.remote names servers that you have not named: "
+            f"{', '.join(map(ascii, found))}. They would receive prompts, images and the token in "
+            f"{TOKEN}. If you know the addresses, repeat them on the command line: "
+            f"{naming_servers(config)}"
+        )
+
+
+def check_run(
+    config: Config,  # the run's configuration, changed by the words
+    words: list[str],  # of the command line, without the checkpoint
+    run: Path | None,  # folder of the run; None: there is none, all options are the user's
+    trusted: bool = False,  # the user allows the run's code
+) -> None:
+    "UserError: only the run's own configuration names a function or a server."
+    if run is None:
+        return
+    given = config, given_by_user(words), run / "config.yaml"
+    checks = [check_servers_of_run] if trusted else [check_code_of_run, check_servers_of_run]
+    refuse(collect(partial(check, *given) for check in checks))
 
 # %% ../../nbs/6_run/14_evaluate.ipynb #n014
 def evaluate_command(words: list[str]) -> int:
@@ -246,8 +287,7 @@ def evaluate_command(words: list[str]) -> int:
         check_same_model(checkpoint, baseline)
     run = run_folder(checkpoint) if checkpoint else None
     config = parse_args(rest, PROGRAM, base=run and run / "config.yaml")
-    if not own.trust_run_code:
-        check_code_of_run(config, rest, run)
+    check_run(config, rest, run, own.trust_run_code)
     config.model.name = own.model or config.model.name
     check_config(config, trains=False)
     config.training.eval_samples = config.training.eval_samples or 4

@@ -73,7 +73,7 @@ WATCH = (
 WORDS = (
     "two more flags: --debug shows the traceback of an error (so does GLM_GRPO_DEBUG=1). "
     "--trust_run_code, with --resume, allows reward functions that only the config.yaml of the "
-    "run names, see SECURITY.md."
+    "run names. Its servers (reward.remote) must be named again. See SECURITY.md."
 )
 
 

@@ -105,11 +105,11 @@ def longest_prompt(
     if folder is None:
         prompts = [prompt for dataset in datasets for prompt in dataset.prompts]
         return max(len(prompt.encode()) for prompt in prompts) // 3 + 32
-    from transformers import AutoConfig, AutoProcessor
+    from transformers import GlmImageConfig, GlmImageProcessor
 
-    ar = AutoConfig.from_pretrained(folder / "vision_language_encoder", local_files_only=True)
+    ar = GlmImageConfig.from_pretrained(folder / "vision_language_encoder", local_files_only=True)
     parts = SimpleNamespace(
-        processor=AutoProcessor.from_pretrained(folder / "processor", local_files_only=True),
+        processor=GlmImageProcessor.from_pretrained(folder / "processor", local_files_only=True),
         ar=SimpleNamespace(config=ar, device="cpu"),
     )
     size = image_height_width(config)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..data.basics import UserError
 from ..data.images import tensor_to_pil
-from ..data.rollout import Policy
+from ..data.rollout import Policy, Samples
 from .explore import ShownFigure
 from ..training.experience import Experience
 
@@ -89,24 +89,36 @@ def sample_tree(
     size, groups = samples.group_size, len(samples) // samples.group_size
     if not 0 <= group < groups:
         raise UserError(f"group {group}: the step has {groups} groups, 0 to {groups - 1}.")
-    own = samples.rows(slice(group * size, (group + 1) * size))
+    first = group * size
+    own = samples.rows(slice(first, first + size))
     per_sample = len(experience.rollout) // len(samples)  # images
-    rows = slice(group * size * per_sample, (group + 1) * size * per_sample)
+    rows = slice(first * per_sample, (first + size) * per_sample)
     pictures = tensor_to_pil(experience.rollout.image_tensors[rows])
-    images = [pictures[i : i + per_sample] for i in range(0, len(pictures), per_sample)]
-    with torch.no_grad():
-        scores = [policies[policy].score(own.rows([i])) for i in range(size)]
+    images = []
+    for start in range(0, len(pictures), per_sample):
+        images.append(pictures[start : start + per_sample])
+    rewards = experience.rewards[rows].float().cpu()
     old = own.old_logprobs.float().cpu()
+    new = _score_each(policies[policy], own)
     return SampleTree(
-        own.rollout.prompts[0],
-        images,
-        experience.rewards[rows].float().cpu().view(size, per_sample),
-        own.advantages.float().cpu(),
-        old,
-        (torch.cat(scores).float().cpu() - old).exp(),
-        clip_range,
-        lambda values: policies[policy].lay_out(own.rollout, values),
+        prompt=own.rollout.prompts[0],
+        images=images,
+        rewards=rewards.view(size, per_sample),
+        advantages=own.advantages.float().cpu(),
+        old_logprobs=old,
+        ratios=(new - old).exp(),
+        clip_range=clip_range,
+        lay_out=lambda values: policies[policy].lay_out(own.rollout, values),
     )
+
+
+@torch.no_grad()
+def _score_each(policy: Policy, samples: Samples) -> Tensor:  # [G, T] float32
+    "Log-probs with the weights of now, one sample at a time."
+    scores = []
+    for i in range(len(samples)):
+        scores.append(policy.score(samples.rows([i])))
+    return torch.cat(scores).float().cpu()
 
 # %% ../../nbs/6_run/22_sample_tree.ipynb #c8f7729
 ROWS = {"tokens": 3.0, "image": 2.0, "reward": 1.3, "advantage": 0.95}  # height in the tree
@@ -118,27 +130,39 @@ def _place(ax: Axes, picture, x: float, y: float, size: float, **how) -> None:
     ax.imshow(picture, extent=(x - half, x + half, y - half, y + half), zorder=2, **how)
 
 
+def _shades(tree: SampleTree) -> dict:
+    "How log-probs become grey: the likeliest are nearly white."
+    low = tree.old_logprobs.quantile(0.02).item()
+    high = tree.old_logprobs.max().item()
+    span = max(high - low, 0.5)  # equal log-probs are light, not black
+    return {"cmap": "gray", "vmin": high - span, "vmax": high + 0.1 * span, "aspect": "auto"}
+
+
 def _draw_column(ax: Axes, tree: SampleTree, sample: int) -> None:
     "One sample: tokens, images, reward and advantage."
     x = sample + 1
     panels = [values for _, values in tree.lay_out(tree.old_logprobs[sample])]
-    decisions = max(panels, key=lambda values: values.numel())
-    low, high = tree.old_logprobs.quantile(0.02).item(), tree.old_logprobs.max().item()
-    span = max(high - low, 0.5)  # equal log-probs are light, not black
-    shades = {"cmap": "gray", "vmin": high - span, "vmax": high + 0.1 * span, "aspect": "auto"}
-    _place(ax, decisions, x, ROWS["tokens"], 0.8, **shades)
+    decisions = max(panels, key=torch.numel)  # the large grid
+    _place(ax, decisions, x, ROWS["tokens"], 0.8, **_shades(tree))
     pictures = tree.images[sample]
     width = 0.8 / len(pictures)
     for i, picture in enumerate(pictures):
         middle = x - 0.4 + width * (i + 0.5)
         _place(ax, picture, middle, ROWS["image"], width * 0.96)
-    facts = tree.facts(sample)
-    color = "#1a7f37" if facts["advantage"] > 0 else "#b42318"
-    ax.plot([(len(tree) + 1) / 2, x], [3.75, 3.42], color="0.6", lw=1)
+    root = (len(tree) + 1) / 2
+    ax.plot([root, x], [3.75, 3.42], color="0.6", lw=1)
     ax.plot([x, x], [2.58, 2.42], color="0.6", lw=1)
+    _write_numbers(ax, x, tree.facts(sample))
+
+
+def _write_numbers(ax: Axes, x: float, facts: dict[str, float]) -> None:
+    "Reward and advantage of a column."
+    reward, advantage = facts["reward"], facts["advantage"]
+    color = "#1a7f37" if advantage > 0 else "#b42318"
     words = {"ha": "center", "va": "center", "fontsize": 10}
-    ax.text(x, ROWS["reward"], f"{facts['reward']:.3f}", **words)
-    ax.text(x, ROWS["advantage"], f"{facts['advantage']:+.2f}", color=color, weight="bold", **words)
+    ax.text(x, ROWS["reward"], f"{reward:.3f}", **words)
+    words |= {"color": color, "weight": "bold"}
+    ax.text(x, ROWS["advantage"], f"{advantage:+.2f}", **words)
 
 
 def plot_tree(
@@ -162,8 +186,11 @@ def plot_tree(
 
 
 def _frame(x, bottom, top):
-    "The corners of a frame around a column."
-    return [x - 0.46, x + 0.46, x + 0.46, x - 0.46, x - 0.46], [bottom, bottom, top, top, bottom]
+    "The corners of a frame around a column, as lists of x and y."
+    left, right = x - 0.46, x + 0.46
+    across = [left, right, right, left, left]
+    up = [bottom, bottom, top, top, bottom]
+    return across, up
 
 # %% ../../nbs/6_run/22_sample_tree.ipynb #c63782e
 def _panels(tree: SampleTree, sample: int, limit: float) -> list[tuple[str, Tensor, float]]:
@@ -178,6 +205,17 @@ def _panels(tree: SampleTree, sample: int, limit: float) -> list[tuple[str, Tens
     return panels
 
 
+def _draw_map(figure: Figure, ax: Axes, title: str, values: Tensor, most: float) -> None:
+    "Values as colours from -most to most, with a bar. A bar of log-ratios is labelled in ratios."
+    shown = ax.imshow(values, cmap="RdBu_r", vmin=-most, vmax=most)
+    ax.set_title(title, fontsize=10)
+    bar = figure.colorbar(shown, ax=ax, orientation="horizontal", extend="both")
+    ticks = torch.tensor([-most, 0.0, most])
+    bar.set_ticks(ticks.tolist())
+    labels = ticks.exp() if title.startswith("ratio") else ticks
+    bar.ax.set_xticklabels([f"{label:.2g}" for label in labels.tolist()], fontsize=9)
+
+
 def plot_sample(
     tree: SampleTree,
     sample: int,  # from 0
@@ -189,15 +227,8 @@ def plot_sample(
     left, *axes = figure.subplots(1, len(panels) + 1)
     left.imshow(tree.images[sample][0])
     left.set_title(f"sample {sample + 1}, reward\n{tree.facts(sample)['reward']:.3f}", fontsize=10)
-    for ax, (title, values, most) in zip(axes, panels):
-        shown = ax.imshow(values, cmap="RdBu_r", vmin=-most, vmax=most)
-        ax.set_title(title, fontsize=10)
-        bar = figure.colorbar(shown, ax=ax, orientation="horizontal", extend="both")
-        bar.set_ticks([-most, 0, most])
-        labels = [-most, 0.0, most]
-        if title.startswith("ratio"):
-            labels = torch.tensor(labels).exp().tolist()
-        bar.ax.set_xticklabels([f"{value:.2g}" for value in labels], fontsize=9)
+    for ax, panel in zip(axes, panels):
+        _draw_map(figure, ax, *panel)
     for ax in (left, *axes):
         ax.set_xticks([])
         ax.set_yticks([])

@@ -32,7 +32,7 @@ from .checks import check_config
 from .command_line import parse_args, run_command, take_value
 from .comparison import prompts_label
 from .config import Config, image_height_width
-from .evaluate import TRUST, check_code_of_run, code_of, take_trust
+from .evaluate import check_run, take_trust, words_to_go_on
 from .evaluation import evaluate_config
 from glm_grpo.run.folder import (
     check_prompts,
@@ -298,16 +298,14 @@ def stopped(self: Run) -> int:
 @patch_to(Run)
 def again(self: Run, checkpoint: str | Path) -> str:
     "The command that resumes the run."
-    trust = f" {TRUST}" if code_of(self.config) else ""
-    return f"python -m glm_grpo.train --resume {checkpoint}{trust}"
+    return f"python -m glm_grpo.train --resume {checkpoint}{words_to_go_on(self.config)}"
 
 
 @patch_to(Run)
 def done(self: Run) -> str:
     "A hint for further training when all steps are done."
     final = self.out / "checkpoints" / "checkpoint_final"
-    trust = f" {TRUST}" if code_of(self.config) else ""
-    command = f"python -m glm_grpo.evaluate --checkpoint {final}{trust}"
+    command = f"python -m glm_grpo.evaluate --checkpoint {final}{words_to_go_on(self.config)}"
     return f"training was done; evaluate it with: {command}"
 
 
@@ -383,9 +381,9 @@ def train_command(words: list[str]) -> int:
     "The program. UserError for what the user can fix."
     trusted, words = take_trust(words)
     config = parse_args(words)
-    if config.resume and not trusted:
+    if config.resume:
         own = take_value(words, "--resume")[1]
-        check_code_of_run(config, own, run_folder(config.resume))
+        check_run(config, own, run_folder(config.resume), trusted)
     return train(config)
 
 
