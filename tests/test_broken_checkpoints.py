@@ -216,8 +216,8 @@ def test_full_weights_that_are_not_finite_are_refused(tmp_path):
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (b"\xff\xfe\x00", "metrics.jsonl: no text in UTF-8. Move it out"),
-        (b'{"step": 1}\n[2]\n', "metrics.jsonl, line 2: no JSON object. Delete this line"),
+        (b"\xff\xfe\x00", "metrics.jsonl: not UTF-8 text. Move it out"),
+        (b'{"step": 1}\n[2]\n', "metrics.jsonl, line 2: not a JSON object. Delete this line"),
         (b'{"step": "one"}\n', "metrics.jsonl, line 1: 'step' cannot be \"one\""),
     ],
 )
@@ -234,16 +234,16 @@ def test_the_log_of_a_run_takes_out_lines_without_a_step(tmp_path):
     trainer.train(1)
     assert [json.loads(line)["step"] for line in log.read_text().splitlines()] == [1, 2]
     log.write_bytes(b"\xff\xfe")
-    assert "metrics.jsonl: no text in UTF-8" in refusal(trainer.train, 1)
+    assert "metrics.jsonl: not UTF-8 text" in refusal(trainer.train, 1)
     assert log.read_bytes() == b"\xff\xfe"
 
 
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (b"\xff\xfe", "eval_history.jsonl: no text in UTF-8"),
-        (b"{\n", "eval_history.jsonl, line 1: no JSON object"),
-        (b"[]\n", "eval_history.jsonl, line 1: no JSON object"),
+        (b"\xff\xfe", "eval_history.jsonl: not UTF-8 text"),
+        (b"{\n", "eval_history.jsonl, line 1: not a JSON object"),
+        (b"[]\n", "eval_history.jsonl, line 1: not a JSON object"),
         (b'{"step": 0}\n', "line 1: 'reward_mean' cannot be null"),
         (b'{"step": null, "reward_mean": 0.5}\n', "line 1: 'step' cannot be null"),
     ],
