@@ -25,7 +25,7 @@ def patch_to(cls: type) -> Callable:
 
 # %% ../../nbs/2_data/00_basics.ipynb #n013
 def refusal(function: Callable, *args, **kwargs) -> str:
-    "The message with which a call is refused. AssertionError if it is not."
+    "The message of the error that a call raises. AssertionError: it raises none."
     try:
         function(*args, **kwargs)
     except (ValueError, RuntimeError) as error:
