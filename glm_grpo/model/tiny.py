@@ -39,25 +39,23 @@ def _steps(default: int, what: str):
 
 @dataclass
 class TinyOptions:
-    "Make the tiny GLM-Image from nothing and save it in diffusers' layout, bfloat16 safetensors."
+    "Train the tiny GLM-Image from scratch and save it in diffusers' layout, in bfloat16."
 
-    out: str = option(
-        "data/tiny-glm-image", "folder to write; it appears only when everything is done"
-    )
+    out: str = option("data/tiny-glm-image", "folder to write; it appears when everything is done")
     drawings: str = option("data/drawings", "folder with drawings.png and drawings.json")
-    seed: int = option(0, "of everything")
-    ar_steps: int = _steps(900, "of 32 captions for the AR, the history whole")
-    spoilt_steps: int = _steps(750, "of 32 captions after that, the history spoilt")
+    seed: int = option(0, "of all random numbers")
+    ar_steps: int = _steps(900, "of the AR, of 32 captions each, with the full history")
+    spoilt_steps: int = _steps(750, "of the AR, after that, with a spoilt history")
     sloppy_steps: int = _steps(
-        1500, "of 32 captions after that, the history spoilt, three of four grounds chosen anew"
+        1500, "of the AR, after that, also with three of four grounds chosen at random"
     )
-    vae_steps: int = _steps(2000, "of 4 images for the autoencoder")
-    dit_steps: int = _steps(3000, "of 48 images for the DiT")
-    decoder_steps: int = _steps(1300, "of 4 images for the autoencoder's decoder alone, after that")
+    vae_steps: int = _steps(2000, "of the autoencoder, of 4 images each")
+    dit_steps: int = _steps(3000, "of the DiT, of 48 images each")
+    decoder_steps: int = _steps(1300, "of the autoencoder's decoder, of 4 images each, at the end")
     ar_edit_steps: int = _steps(
-        500, "for the AR at the end, three of 48 edits, then one of 32 sloppy captions"
+        500, "of the AR, last: of four steps, three of 48 edits and one of 32 sloppy captions"
     )
-    dit_edit_steps: int = _steps(400, "for the DiT at the end, each of 24 images and 24 edits")
+    dit_edit_steps: int = _steps(400, "of the DiT, last, of 24 images and 24 edits each")
 
 # %% ../../nbs/3_model/27_tiny.ipynb #n008
 def _in_chunks(items, size: int = 64) -> list:
@@ -78,7 +76,7 @@ def tokenise(
     drawings: Drawings,
     seed: int,
 ) -> tuple[TinyTokens, list]:  # (tokens with edits, PIL images of `edits.shown`)
-    "Fit the codebook to the images and read their tokens."
+    "Fit the codebook to the images and compute their tokens."
     ar, rng = parts["vision_language_encoder"].eval(), np.random.default_rng(seed)
     rendered = pil_to_tensor([image.render(drawings) for image in images])
     some = torch.from_numpy(rng.permutation(len(rendered))[:3000])
@@ -91,7 +89,7 @@ def tokenise(
 
 # %% ../../nbs/3_model/27_tiny.ipynb #n011
 def train_ar_in_stages(parts: dict, data: TinyTokens, options: TinyOptions) -> dict:
-    "The logs of the AR's four stages."
+    "Train the AR in four stages; the log of each."
     seed = options.seed
     return {
         "token writer": train_ar(parts, data, options.ar_steps, seed=seed + 1, spoil=0.0),
@@ -120,7 +118,7 @@ def train_decoder_in_stages(
     drawings: Drawings,
     options: TinyOptions,
 ) -> dict:
-    "The logs of the VAE's and the DiT's stages."
+    "Train the VAE and the DiT in stages; the log of each."
     seed, images, vae = options.seed, data.images, parts["vae"]
     logs = {"autoencoder": train_vae(parts, images, drawings, options.vae_steps, seed=seed + 2)}
     latents = latents_of(vae, shown)
@@ -148,7 +146,7 @@ def _save(parts: dict, logs: dict, out: str) -> None:
 
 
 def make_tiny(options: TinyOptions) -> None:
-    "Make the model and save it. Raises UserError: a step count below 1, no drawings."
+    "Train the model and save it. UserError: a step count below 1, or no drawings."
     check_options(options)
     start, drawings = time.time(), Drawings(options.drawings)
     images = all_images(drawings)
@@ -164,7 +162,7 @@ def make_tiny(options: TinyOptions) -> None:
 
 # %% ../../nbs/3_model/27_tiny.ipynb #n014
 def main(argv: list[str] | None = None) -> None:
-    "Make the tiny model with the options of a command line."
+    "Train the tiny model with the options of a command line. UserError as `make_tiny`."
     from jsonargparse import ArgumentParser
 
     parser = ArgumentParser(prog="python -m glm_grpo.tiny", description=TinyOptions.__doc__)
