@@ -17,7 +17,7 @@ from .checkpoint_folder import newest_first
 from .metrics import NotFinite, save_rollout
 from .trainer import MinimalGRPOTrainer
 
-# errors that end a run with one message in place of a traceback
+# errors that end a run with a message instead of a traceback
 EXPECTED = (UserError, RewardError, torch.OutOfMemoryError, OSError)
 
 
@@ -29,8 +29,8 @@ def save_last_step(trainer: MinimalGRPOTrainer, folder: Path) -> None:
 
 
 def remedy(error: Exception, out: Path, trainer: MinimalGRPOTrainer) -> str:
-    """What to do about an error in the middle of training. What it failed on goes to `out`: a
-    reward's image, a rollout without finite numbers."""
+    """The message for an error during training, with the fix. The input that failed is saved in
+    `out`: a reward's image, or a rollout whose numbers are not finite."""
     if isinstance(error, torch.OutOfMemoryError):
         return (
             "Out of memory. Lower training.micro_batch_size (say 4) and rollout.batch_size, or set "
@@ -46,29 +46,29 @@ def remedy(error: Exception, out: Path, trainer: MinimalGRPOTrainer) -> str:
             f"{error} The rollout of that step, with rewards and log-probabilities, is in {folder}."
         )
     if isinstance(error, OSError):
-        return f"{error}. Look whether the disk is full, or a folder is gone."
+        return f"{error}. Check whether the disk is full, or a folder was removed."
     return str(error)
 
 # %% ../../nbs/5_training/18_rescue.ipynb #c679c05
 def rescue_steps(
     trainer: MinimalGRPOTrainer,
     out: Path,
-    again: Callable[[Path], str],  # checkpoint -> the command that goes on
+    again: Callable[[Path], str],  # checkpoint -> the command that resumes from it
 ) -> str:
-    """Save the trained steps, or name the newest checkpoint -> a sentence. The error that
-    ended the training may keep this from being written, too."""
+    """Save the trained steps and return a sentence with the command to resume. If saving fails,
+    too, for example on a full disk, the sentence names the newest checkpoint."""
     ranks = trainer.ranks
     if not (ranks.first or ranks.shards):
         return ""
     path = out / "checkpoints" / "checkpoint_interrupt"
     try:
         if ranks.shards and not ranks.all_failed:
-            raise UserError("weights that are spread over processes cannot be saved by one.")
+            raise UserError("weights that are cut over ranks cannot be saved after one failed.")
         trainer.save_checkpoint(path)
         said = f" {trainer.step} steps are saved"
     except UserError as e:
         there = newest_first(path.parent)
         if not there:
             return f" Nothing is saved: {e}"
-        path, said = there[0], " The newest checkpoint is whole"
+        path, said = there[0], " The newest checkpoint is intact"
     return f"{said}; go on with: {again(path)}"
