@@ -60,9 +60,7 @@ class Rollout:
     source_images: list | None = per_row(default=None)  # N lists of PIL images (image to image)
     token_ids: Tensor | None = per_row(default=None)  # [N, T] int64: preview, then large grid
     token_logprobs: Tensor | None = per_row(default=None)  # [N, T] float32
-    latents_logprobs: Tensor | None = per_row(
-        default=None
-    )  # [N, D] float32, if the DiT is a policy
+    latents_logprobs: Tensor | None = per_row(default=None)  # [N, D] float32, of the DiT's steps
     initial_latents: Tensor | None = per_row(default=None)  # [N, C, h, w] float32: the first noise
     tokens: Any = per_row(default=None)  # what the AR needs to score its tokens again
     denoising: Any = per_row(default=None)  # what the DiT needs to denoise, and to score, again
@@ -87,8 +85,7 @@ class Rollout:
         return take_rows(self, rows)
 
     def __getitem__(self, name: str) -> Any:
-        """`rollout['token_ids']` is `rollout.token_ids`; also finds the fields of `tokens` and
-        `denoising`. KeyError: there is no such field."""
+        "A field of the rollout, of `tokens` or of `denoising`. KeyError: there is no such field."
         for part in (self, self.tokens, self.denoising):
             if hasattr(part, name):
                 return getattr(part, name)
@@ -242,10 +239,12 @@ class SampleNames:
 
     @property
     def images_per_sample(self) -> int:
+        "The number of images per token sample."
         return max(self.images) + 1
 
     @property
     def prefix(self) -> str:
+        "The first part of all names: seed and step."
         return f"{self.seed}|{self.step}"
 
     def tokens(self) -> list[str]:
