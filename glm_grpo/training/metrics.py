@@ -59,7 +59,7 @@ def gap_numbers(
     log_ratio: Tensor,  # [n, T] new - old, in nats
 ) -> dict[str, Tensor]:
     """The largest and the mean |new - old|, and the KL of the sampling policy to the scored one
-    (k3), each a float32 scalar."""
+    (k3: arXiv 2402.03300, eq. 4), each a float32 scalar."""
     gap = log_ratio.abs()
     kl = kl_estimate(torch.zeros_like(log_ratio), log_ratio)
     return dict(zip(GAP_NAMES, (gap.max(), gap.mean(), kl.mean())))
