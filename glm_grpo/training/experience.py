@@ -51,7 +51,8 @@ def compare_samples(
     images_per_sample: int,
     options: TrainerOptions,
 ) -> Comparison:
-    "Turn the rewards of images into advantages of samples, within their groups."
+    """Turn the rewards of images into advantages of samples, within their groups (arXiv
+    2402.03300, 4.1; with `normalise` "group" arXiv 2601.05242)."""
     rewards = scores.rewards.view(-1, images_per_sample).mean(1)
     if options.normalise == "group":
         parts = {}
