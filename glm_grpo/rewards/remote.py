@@ -62,7 +62,7 @@ def _is_this_machine(host: str) -> bool:
     except ValueError:  # a name
         return host == "localhost"
 
-
+# %% ../../nbs/4_rewards/18_remote.ipynb #c767407
 class Endpoint:
     "The address of a reward server, and one request to it."
 
@@ -88,42 +88,46 @@ class Endpoint:
         "An error with the address in it."
         return kind(f"The remote reward at {self.url} {reason}. {fix}")
 
-    def exchange(
-        self,
-        method: str,  # GET or POST
-        path: str,  # below the address
-        body: bytes | None,
-        timeout: float,  # seconds within which the whole answer must arrive
-    ) -> tuple[int, bytes]:  # status, body of the answer
-        "One request over its own connection. Follows no redirect and uses no proxy."
-        is_https = self.parts.scheme == "https"
-        kind = http.client.HTTPSConnection if is_https else http.client.HTTPConnection
-        connection = kind(self.parts.hostname, self.parts.port, timeout=timeout)
-        headers = {"Content-Type": "application/json", "Connection": "close"}
-        if self.token:
-            headers["Authorization"] = f"Bearer {self.token}"
-        deadline = time.monotonic() + timeout
-        try:
-            connection.request(method, self.parts.path.rstrip("/") + path, body, headers)
-            response = connection.getresponse()
-            return response.status, self._read(response, deadline)
-        finally:
-            connection.close()
+# %% ../../nbs/4_rewards/18_remote.ipynb #c7bc110
+@patch_to(Endpoint)
+def exchange(
+    self,
+    method: str,  # GET or POST
+    path: str,  # below the address
+    body: bytes | None,
+    timeout: float,  # seconds within which the whole answer must arrive
+) -> tuple[int, bytes]:  # status, body of the answer
+    "One request over its own connection. Follows no redirect and uses no proxy."
+    is_https = self.parts.scheme == "https"
+    kind = http.client.HTTPSConnection if is_https else http.client.HTTPConnection
+    connection = kind(self.parts.hostname, self.parts.port, timeout=timeout)
+    headers = {"Content-Type": "application/json", "Connection": "close"}
+    if self.token:
+        headers["Authorization"] = f"Bearer {self.token}"
+    deadline = time.monotonic() + timeout
+    try:
+        connection.request(method, self.parts.path.rstrip("/") + path, body, headers)
+        response = connection.getresponse()
+        return response.status, self._read(response, deadline)
+    finally:
+        connection.close()
 
-    def _read(self, response, deadline):
-        "The body, read in pieces, with one time limit for the whole answer."
-        data = b""
-        while chunk := response.read1(1 << 16):
-            data += chunk
-            if len(data) > self.max_answer:
-                reason = f"sent more than {self.max_answer} bytes"
-                raise self.error(reason, "Is this the address of a reward server?")
-            if time.monotonic() > deadline:
-                raise TimeoutError
-        wanted = response.getheader("Content-Length", "")
-        if wanted.isdecimal() and len(data) < int(wanted):
-            raise http.client.HTTPException(f"{len(data)} of {wanted} bytes arrived")
-        return data
+
+@patch_to(Endpoint)
+def _read(self, response, deadline):
+    "The body, read in pieces, with one time limit for the whole answer."
+    data = b""
+    while chunk := response.read1(1 << 16):
+        data += chunk
+        if len(data) > self.max_answer:
+            reason = f"sent more than {self.max_answer} bytes"
+            raise self.error(reason, "Is this the address of a reward server?")
+        if time.monotonic() > deadline:
+            raise TimeoutError
+    wanted = response.getheader("Content-Length", "")
+    if wanted.isdecimal() and len(data) < int(wanted):
+        raise http.client.HTTPException(f"{len(data)} of {wanted} bytes arrived")
+    return data
 
 # %% ../../nbs/4_rewards/18_remote.ipynb #n013
 class RemoteReward:

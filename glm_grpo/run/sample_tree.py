@@ -164,7 +164,7 @@ def _write_numbers(ax: Axes, x: float, facts: dict[str, float]) -> None:
     words |= {"color": color, "weight": "bold"}
     ax.text(x, ROWS["advantage"], f"{advantage:+.2f}", **words)
 
-
+# %% ../../nbs/6_run/22_sample_tree.ipynb #c73031f
 def plot_tree(
     tree: SampleTree,
     chosen: int | None = None,  # this sample gets a frame
