@@ -9,6 +9,7 @@ of the two extras, the tests are skipped. Screenshots go to the folder that SCRE
 else to the test's own folder.
 """
 
+import io
 import json
 import os
 import shutil
@@ -217,6 +218,91 @@ def now(figure, slider):
     "The value beside a slider, and the picture of its figure."
     value = slider.find_element(By.XPATH, "following-sibling::output").text
     return value, figure.find_element(By.TAG_NAME, "img").get_attribute("src")
+
+
+# --- the page of a run
+
+
+@pytest.fixture(scope="module")
+def run_page(tmp_path_factory):
+    "The page of a made-up run: warnings, a plot of three evaluations, cards with images."
+    from PIL import Image
+
+    from glm_grpo.run.report import write_page
+    from glm_grpo.training.metrics import Agreement, PolicyGap
+
+    def evaluation(step, color):
+        rewards = [[0.5 + 0.01 * step * i] for i in range(6)]
+        names = ["scene", "sign", "text", "detail"]
+        return {
+            "step": step,
+            "reward_mean": sum(reward for (reward,) in rewards) / 6,
+            "rewards": rewards,
+            "prompts": [f"picture {i}" for i in range(6)],
+            "seeds": [0],
+            "images": [Image.new("RGB", (128, 128), color)] * 6,
+            "metrics": dict.fromkeys(names, 0.5 - 0.01 * step),
+            "values": {name: [[0.5 - 0.01 * step]] * 6 for name in names},
+        }
+
+    history = [evaluation(0, "red"), evaluation(10, "purple"), evaluation(20, "blue")]
+    lines = [{"step": i, "reward_mean": i / 40, "kl": i / 1000} for i in range(1, 41)]
+    page = tmp_path_factory.mktemp("page") / "page.html"
+    gaps = Agreement({"dit": PolicyGap(0.5, 0.1, 0.01, 1e-4)}, "bfloat16", 4)
+    given = {"history": history, "lines": lines, "agreement": gaps}
+    write_page(page, history[0], history[-1], **given)
+    return page
+
+
+def emulate_dark(browser):
+    feature = {"name": "prefers-color-scheme", "value": "dark"}
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [feature]})
+
+
+def brightness(browser, element):
+    "Mean brightness of an element as it is drawn, from 0 to 255."
+    from PIL import Image, ImageStat
+
+    return ImageStat.Stat(Image.open(io.BytesIO(element.screenshot_as_png)).convert("L")).mean[0]
+
+
+def test_the_slider_of_a_card_moves_by_key_and_by_mouse(browser, shoot, run_page):
+    browser.get(run_page.as_uri())
+    pair = css(browser, ".compare")[0]
+    slider = pair.find_element(By.TAG_NAME, "input")
+    upper = pair.find_element(By.CSS_SELECTOR, ".before img")
+    browser.execute_script("arguments[0].scrollIntoView({block: 'center'})", slider)
+    clip = "return getComputedStyle(arguments[0]).clipPath"
+    assert browser.execute_script(clip, upper) == "inset(0px 50% 0px 0px)"
+    slider.send_keys(*[Keys.ARROW_RIGHT] * 10)
+    assert browser.execute_script(clip, upper) == "inset(0px 40% 0px 0px)"
+    aside = slider.size["width"] // 4
+    ActionChains(browser).move_to_element_with_offset(slider, -aside, 0).click().perform()
+    shoot("page_card")
+    left = float(browser.execute_script(clip, upper).split()[1].rstrip("%"))
+    assert 70 < left < 80  # a click at a quarter of the slider
+    assert brightness(browser, upper) > 0
+    summary = css(browser, "details summary")[0]
+    summary.click()
+    assert "scene 0.5 → 0.3" in css(browser, "details")[0].text
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize("width", [1280, 390])
+def test_the_page_of_a_run_fits_and_follows_the_theme(browser, shoot, run_page, width, dark):
+    if width == 390:
+        phone(browser)
+    if dark:
+        emulate_dark(browser)
+    browser.get(run_page.as_uri())
+    shoot(f"page_top_{width}_{'dark' if dark else 'light'}")
+    assert browser.execute_script("return document.documentElement.scrollWidth") <= width
+    assert len(css(browser, ".alarm")) == 2 and css(browser, ".agreement table")
+    for selector in (".curve", ".charts svg", "table"):
+        shown = css(browser, selector)[0]
+        browser.execute_script("arguments[0].scrollIntoView({block: 'center'})", shown)
+        assert (brightness(browser, shown) < 100) == dark, selector
+    shoot(f"page_curves_{width}_{'dark' if dark else 'light'}")
 
 
 # --- JupyterLab

@@ -53,7 +53,7 @@ class Reader(HTMLParser):
 
     def handle_starttag(self, tag, attributes):
         self.tags.append((tag, dict(attributes)))
-        if tag not in ("meta", "img", "input", "polyline", "rect"):
+        if tag not in ("meta", "img", "source", "br", "input", "polyline", "rect"):
             self.open.append(tag)
 
     def handle_startendtag(self, tag, attributes):
@@ -146,6 +146,23 @@ def test_values_that_are_missing(write):
     values = {"<b>": [[None]] * 39 + [[0.5]]}
     texts = " ".join(write(result(0, values=values), result(1, values=values)).texts)
     assert texts.count("<b> 0.5 → 0.5") == 1 and "<b> –" not in texts and " nan" not in texts
+
+
+def test_the_plot_of_the_evaluations_is_there_for_both_themes(write):
+    history = [result(shift) | {"step": i} for i, shift in enumerate((0, 0.5, 1))]
+    seen = write(history[0], history[-1], history=history)
+    (dark,) = [attributes for tag, attributes in seen.tags if tag == "source"]
+    (light,) = [at for tag, at in seen.tags if at.get("class") == "curve"]
+    assert dark["media"] == "(prefers-color-scheme: dark)" and dark["srcset"] != light["src"]
+    assert write(history[0], history[-1]).count("source") == 0
+
+
+def test_many_metrics_of_a_card_are_folded_up(write):
+    values = {name: [[0.5]] * 40 for name in "abcd"}
+    one = result(0, metrics=dict.fromkeys("abcd", 0.5), values=values)
+    assert (
+        write(one, one).count("details") == CARDS and write(result(0), result(0)).count("br") == 0
+    )
 
 
 def lines_of(steps):
