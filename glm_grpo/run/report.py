@@ -185,7 +185,8 @@ h2 { font-size: 1.5em; margin: 2rem 0 .6rem } p { margin: .4rem 0 } ul { padding
 .lead { font-size: 1.15em } .small, figcaption, caption { font-size: .875em }
 figcaption, caption, .same { color: var(--muted) } .good { color: var(--good) }
 .bad { color: var(--bad) } summary { cursor: pointer }
-.wide { overflow-x: auto } table { border-collapse: collapse; font-size: .9em }
+.wide { overflow-x: auto; padding-bottom: .4rem }
+table { border-collapse: collapse; font-size: .9em }
 caption { text-align: left; padding-bottom: .4rem; max-width: calc(100vw - 2rem) }
 th, td { padding: .25rem .6rem; border: 1px solid var(--line); text-align: right;
   white-space: nowrap } thead th, .agreement th { background: var(--soft) }
