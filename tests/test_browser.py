@@ -150,12 +150,8 @@ def test_two_sliders_show_the_picture_of_both_positions(browser, shoot, tmp_path
     assert figure.find_element(By.TAG_NAME, "img").get_attribute("src") == before != green
 
 
-REPLAYED = {  # notebook -> the sliders of each of its figures
-    "1_maths/02_advantages": [1],
-    "1_maths/03_loss": [1, 3],
-    "1_maths/04_sde": [3],
-    "6_run/22_sample_tree": [1],
-}
+# notebooks with replayed figures
+REPLAYED = ("1_maths/02_advantages", "1_maths/03_loss", "1_maths/04_sde", "6_run/22_sample_tree")
 
 
 @pytest.fixture(scope="module")
@@ -200,7 +196,8 @@ def test_pages_of_the_site_fit_and_draw_formulas(browser, shoot, site, width):
 def test_each_slider_of_a_notebook_changes_the_picture(browser, shoot, site, name):
     browser.get((site / f"nbs/{name}.html").as_uri())
     figures = css(browser, ".frames")
-    assert [len(f.find_elements(By.TAG_NAME, "input")) for f in figures] == REPLAYED[name]
+    stored = (ROOT / f"nbs/{name}.ipynb").read_text(encoding="utf-8").count("<input type=")
+    assert sum(len(f.find_elements(By.TAG_NAME, "input")) for f in figures) == stored > 0
     for number, figure in enumerate(figures):
         for slider in figure.find_elements(By.TAG_NAME, "input"):
             start, before = slider.get_property("value"), now(figure, slider)
