@@ -1,9 +1,16 @@
-"""The sliders in a real browser: a page with a replayed figure, and JupyterLab with a widget.
+"""What a reader moves and clicks, in a real browser: sliders of the site, widgets and the live
+display of training in JupyterLab, the page of a run.
 
-Skipped where selenium, chromium or JupyterLab is missing. Screenshots go to the folder that the
-environment variable SCREENSHOTS names, and else to the test's own folder.
+    pip install -c constraints.txt -e '.[dev,docs]'
+    SCREENSHOTS=shots pytest tests/test_browser.py
+
+Needs chromium (or Chrome) and its chromedriver on the PATH. Without them, or without the packages
+of the two extras, the tests are skipped. Screenshots go to the folder that SCREENSHOTS names, and
+else to the test's own folder.
 """
 
+import io
+import json
 import os
 import shutil
 import socket
@@ -16,7 +23,8 @@ import nbformat
 import pytest
 from helpers import ROOT
 
-pytest.importorskip("selenium")
+INSTALL = "tests in a browser need: pip install -c constraints.txt -e '.[dev,docs]'"
+pytest.importorskip("selenium", reason=INSTALL)
 from selenium import webdriver  # noqa: E402
 from selenium.common.exceptions import (  # noqa: E402
     ElementNotInteractableException,
@@ -28,9 +36,11 @@ from selenium.webdriver.common.by import By  # noqa: E402
 from selenium.webdriver.common.keys import Keys  # noqa: E402
 from selenium.webdriver.support.ui import WebDriverWait  # noqa: E402
 
-CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+CHROMIUM = next(filter(None, map(shutil.which, NAMES)), None)
 DRIVER = shutil.which("chromedriver")
-pytestmark = pytest.mark.skipif(not (CHROMIUM and DRIVER), reason="no chromium or chromedriver")
+WHERE = "no chromium (or Chrome) with its chromedriver on the PATH: apt install chromium-driver"
+pytestmark = pytest.mark.skipif(not (CHROMIUM and DRIVER), reason=WHERE)
 
 OPTIONS = """--headless=new --no-sandbox --disable-gpu --disable-quic --no-first-run
 --disable-background-networking --disable-component-update --disable-sync"""
@@ -140,92 +150,255 @@ def test_two_sliders_show_the_picture_of_both_positions(browser, shoot, tmp_path
     assert figure.find_element(By.TAG_NAME, "img").get_attribute("src") == before != green
 
 
-@pytest.mark.parametrize("width", [1280, 390])
-def test_a_page_of_the_site_fits_and_its_figure_moves(browser, shoot, tmp_path, width):
+# notebooks with replayed figures
+REPLAYED = ("1_maths/02_advantages", "1_maths/03_loss", "1_maths/04_sde", "6_run/22_sample_tree")
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    "A site of the notebooks with replayed figures."
     for name in ("sphinx", "myst_nb", "furo", "latex2mathml"):
-        pytest.importorskip(name)
-    out = tmp_path / "site"
-    command = [sys.executable, ROOT / "tools/site", "--out", out, "1_maths/03_loss"]
+        pytest.importorskip(name, reason=INSTALL)
+    out = tmp_path_factory.mktemp("site") / "html"
+    command = [sys.executable, ROOT / "tools/site", "--out", out, *REPLAYED]
     subprocess.run(command, check=True, capture_output=True)
+    return out
+
+
+def cut_off(browser, selector):
+    "The elements that are higher than the box which shows them."
+    script = (
+        "return [...document.querySelectorAll(arguments[0])]"
+        ".filter(box => box.scrollHeight > box.clientHeight + 1).map(box => box.textContent)"
+    )
+    return browser.execute_script(script, selector)
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_pages_of_the_site_fit_and_draw_formulas(browser, shoot, site, width):
     if width == 390:
         phone(browser)
-    browser.get((out / "nbs/1_maths/03_loss.html").as_uri())
+    for page in [
+        "index.html",
+        "api/glm_grpo.maths.loss.html",
+        *map("nbs/{}.html".format, REPLAYED),
+    ]:
+        browser.get((site / page).as_uri())
+        assert browser.execute_script("return document.documentElement.scrollWidth") <= width, page
+        assert cut_off(browser, "div.math") == [], page
+    browser.get((site / "nbs/1_maths/03_loss.html").as_uri())
     shoot(f"site_top_{width}")
-    assert browser.execute_script("return document.documentElement.scrollWidth") <= width
     formula = browser.find_element(By.CSS_SELECTOR, "math")
     assert formula.rect["width"] > 20 and formula.rect["height"] > 8  # drawn, not only there
-    figure = browser.find_element(By.CLASS_NAME, "frames")
-    before, after = move_and_look(browser, figure)
-    shoot(f"site_figure_{width}")
-    assert (before[0], after[0]) == ("0.2", "0.3") and before[1] != after[1]
-    assert width_of_picture(figure) > 600
+
+
+@pytest.mark.parametrize("name", REPLAYED)
+def test_each_slider_of_a_notebook_changes_the_picture(browser, shoot, site, name):
+    browser.get((site / f"nbs/{name}.html").as_uri())
+    figures = css(browser, ".frames")
+    stored = (ROOT / f"nbs/{name}.ipynb").read_text(encoding="utf-8").count("<input type=")
+    assert sum(len(f.find_elements(By.TAG_NAME, "input")) for f in figures) == stored > 0
+    for number, figure in enumerate(figures):
+        for slider in figure.find_elements(By.TAG_NAME, "input"):
+            start, before = slider.get_property("value"), now(figure, slider)
+            slider.send_keys(Keys.END if start == "0" else Keys.HOME)
+            moved = now(figure, slider)
+            assert moved[0] != before[0] and moved[1] != before[1]
+            assert width_of_picture(figure) > 0
+            shoot(f"site_{Path(name).name}_{number}")
+            browser.execute_script("arguments[0].value = arguments[1]", slider, start)
+            browser.execute_script("arguments[0].oninput()", slider)
+            assert now(figure, slider) == before
+
+
+def now(figure, slider):
+    "The value beside a slider, and the picture of its figure."
+    value = slider.find_element(By.XPATH, "following-sibling::output").text
+    return value, figure.find_element(By.TAG_NAME, "img").get_attribute("src")
+
+
+# --- the page of a run
+
+
+@pytest.fixture(scope="module")
+def run_page(tmp_path_factory):
+    "The page of a made-up run: warnings, a plot of three evaluations, cards with images."
+    from PIL import Image
+
+    from glm_grpo.run.report import write_page
+    from glm_grpo.training.metrics import Agreement, PolicyGap
+
+    def evaluation(step, color):
+        rewards = [[0.5 + 0.01 * step * i] for i in range(6)]
+        names = ["scene", "sign", "text", "detail"]
+        return {
+            "step": step,
+            "reward_mean": sum(reward for (reward,) in rewards) / 6,
+            "rewards": rewards,
+            "prompts": [f"picture {i}" for i in range(6)],
+            "seeds": [0],
+            "images": [Image.new("RGB", (128, 128), color)] * 6,
+            "metrics": dict.fromkeys(names, 0.5 - 0.01 * step),
+            "values": {name: [[0.5 - 0.01 * step]] * 6 for name in names},
+        }
+
+    history = [evaluation(0, "red"), evaluation(10, "purple"), evaluation(20, "blue")]
+    lines = [{"step": i, "reward_mean": i / 40, "kl": i / 1000} for i in range(1, 41)]
+    page = tmp_path_factory.mktemp("page") / "page.html"
+    gaps = Agreement({"dit": PolicyGap(0.5, 0.1, 0.01, 1e-4)}, "bfloat16", 4)
+    given = {"history": history, "lines": lines, "agreement": gaps}
+    write_page(page, history[0], history[-1], **given)
+    return page
+
+
+def emulate_dark(browser):
+    feature = {"name": "prefers-color-scheme", "value": "dark"}
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [feature]})
+
+
+def brightness(browser, element):
+    "Mean brightness of an element as it is drawn, from 0 to 255."
+    from PIL import Image, ImageStat
+
+    return ImageStat.Stat(Image.open(io.BytesIO(element.screenshot_as_png)).convert("L")).mean[0]
+
+
+def test_the_slider_of_a_card_moves_by_key_and_by_mouse(browser, shoot, run_page):
+    browser.get(run_page.as_uri())
+    pair = css(browser, ".compare")[0]
+    slider = pair.find_element(By.TAG_NAME, "input")
+    upper = pair.find_element(By.CSS_SELECTOR, ".before img")
+    browser.execute_script("arguments[0].scrollIntoView({block: 'center'})", slider)
+    clip = "return getComputedStyle(arguments[0]).clipPath"
+    assert browser.execute_script(clip, upper) == "inset(0px 50% 0px 0px)"
+    slider.send_keys(*[Keys.ARROW_RIGHT] * 10)
+    assert browser.execute_script(clip, upper) == "inset(0px 40% 0px 0px)"
+    aside = slider.size["width"] // 4
+    ActionChains(browser).move_to_element_with_offset(slider, -aside, 0).click().perform()
+    shoot("page_card")
+    left = float(browser.execute_script(clip, upper).split()[1].rstrip("%"))
+    assert 70 < left < 80  # a click at a quarter of the slider
+    assert brightness(browser, upper) > 0
+    summary = css(browser, "details summary")[0]
+    summary.click()
+    assert "scene 0.5 → 0.3" in css(browser, "details")[0].text
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize("width", [1280, 390])
+def test_the_page_of_a_run_fits_and_follows_the_theme(browser, shoot, run_page, width, dark):
+    if width == 390:
+        phone(browser)
+    if dark:
+        emulate_dark(browser)
+    browser.get(run_page.as_uri())
+    shoot(f"page_top_{width}_{'dark' if dark else 'light'}")
+    assert browser.execute_script("return document.documentElement.scrollWidth") <= width
+    assert len(css(browser, ".alarm")) == 2 and css(browser, ".agreement table")
+    for selector in (".curve", ".charts svg", "table"):
+        shown = css(browser, selector)[0]
+        browser.execute_script("arguments[0].scrollIntoView({block: 'center'})", shown)
+        assert (brightness(browser, shown) < 100) == dark, selector
+    shoot(f"page_curves_{width}_{'dark' if dark else 'light'}")
 
 
 # --- JupyterLab
 
-CELLS = {
-    "imports": """
+IMPORTS = """
 import torch
 from glm_grpo.run.explore import explore_clip
 from glm_grpo.run.sample_tree import explore_samples, sample_tree
 from glm_grpo.training.toy import ToyPainter, icon_images, nearness
 from glm_grpo.training.trainer import MinimalGRPOTrainer
-""",
-    "widget": """
+"""
+WIDGETS = [
+    IMPORTS,
+    """
 old = torch.randn(4, 80, generator=torch.Generator().manual_seed(0)) - 3
 new = old + 0.1 * torch.randn(4, 80, generator=torch.Generator().manual_seed(1))
 explore_clip(new, old, torch.tensor([1.0, 0.5, -0.5, -1.0]))
 """,
-    "tree": """
+    """
 toy = ToyPainter(["a red heart"])
 batch = {"prompts": ["a red heart"], "target_images": icon_images(["a red heart"])}
 trainer = MinimalGRPOTrainer(toy, [batch], nearness, height=32, width=32, callbacks=())
 trainer.train(num_steps=1)
 explore_samples(sample_tree(trainer.last_experience, toy.policies))
 """,
-    "replayed": """
+    """
 from PIL import Image
 from glm_grpo.maths.frames import frames
 frames(["red", "green"], lambda color: Image.new("RGB", (300, 100), color), "color")
 """,
-}
+]
+TRAINING = [
+    IMPORTS,
+    """
+import time
+
+def slow_nearness(images, targets):
+    time.sleep(0.5)
+    return nearness(images, targets)
+
+prompts = ["a red heart", "a blue cross"]
+batch = {"prompts": prompts, "target_images": icon_images(prompts)}
+trainer = MinimalGRPOTrainer(ToyPainter(prompts), [batch], slow_nearness, height=32, width=32)
+trainer.train(num_steps=3);
+""",
+    "trainer",
+    "trainer.last_experience",
+    "trainer.last_experience.rollout",
+    "trainer.agreement",
+]
 
 
-def write_notebook(path):
-    cells = [nbformat.v4.new_code_cell(source.strip()) for source in CELLS.values()]
+def write_notebook(path, sources):
+    cells = [nbformat.v4.new_code_cell(source.strip()) for source in sources]
     kernel = {"name": "python3", "display_name": "python3", "language": "python"}
     book = nbformat.v4.new_notebook(cells=cells, metadata={"kernelspec": kernel})
     nbformat.write(book, path)
 
 
+def write_settings(folder, dark):
+    "JupyterLab asks nobody for news, and has the wanted theme."
+    for name, settings in (
+        ("notification", {"fetchNews": "false", "checkForUpdates": False}),
+        ("themes", {"theme": "JupyterLab Dark" if dark else "JupyterLab Light"}),
+    ):
+        file = folder / f"@jupyterlab/apputils-extension/{name}.jupyterlab-settings"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(settings))
+
+
 @pytest.fixture
 def lab(tmp_path):
-    "JupyterLab on a free port, in a folder with a small notebook; gives its address."
-    pytest.importorskip("jupyterlab")
-    folder = tmp_path / "lab"
-    folder.mkdir()
-    write_notebook(folder / "widgets.ipynb")
+    "JupyterLab on a free port; called with the cells of a notebook, gives its address."
+    pytest.importorskip("jupyterlab", reason=INSTALL)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
+    folder, log = tmp_path / "lab", tmp_path / "lab.log"
+    folder.mkdir()
     command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", "--ip=127.0.0.1"]
     command += [f"--port={port}", "--ServerApp.port_retries=0", "--IdentityProvider.token=made-up"]
     command += [f"--ServerApp.root_dir={folder}"]
-    settings = tmp_path / "settings/@jupyterlab/apputils-extension/notification.jupyterlab-settings"
-    settings.parent.mkdir(parents=True)
-    settings.write_text('{"fetchNews": "false", "checkForUpdates": false}')  # asks nobody
     env = {**os.environ, "PYTHONPATH": str(ROOT), "JUPYTER_CONFIG_DIR": str(tmp_path / "config")}
     env["JUPYTERLAB_SETTINGS_DIR"] = str(tmp_path / "settings")
     env["JUPYTERLAB_WORKSPACES_DIR"] = str(tmp_path / "workspaces")
-    log = open(tmp_path / "lab.log", "w")
-    server = subprocess.Popen(command, env=env, stdout=log, stderr=log)
-    try:
-        wait_for_port(port, server, tmp_path / "lab.log")
-        yield f"http://127.0.0.1:{port}/lab/tree/widgets.ipynb?token=made-up"
-    finally:
-        server.terminate()
-        server.wait(timeout=30)
-        log.close()
+
+    def address(sources, dark=False):
+        write_notebook(folder / "cells.ipynb", sources)
+        write_settings(tmp_path / "settings", dark)
+        return f"http://127.0.0.1:{port}/lab/tree/cells.ipynb?token=made-up"
+
+    with open(log, "w") as output:
+        server = subprocess.Popen(command, env=env, stdout=output, stderr=output)
+        try:
+            wait_for_port(port, server, log)
+            yield address
+        finally:
+            server.terminate()
+            server.wait(timeout=30)
 
 
 def wait_for_port(port, server, log, seconds=90):
@@ -241,12 +414,17 @@ def wait_for_port(port, server, log, seconds=90):
 PICTURE = ".widget-output img[src^='data:image/png']"
 
 
-def run_cells(browser):
-    "Each cell of the notebook with Shift+Enter, from the first one on."
+def open_notebook(browser, address):
+    "Opens a notebook and waits for its kernel."
+    browser.get(address)
     wait(browser, lambda: css(browser, ".jp-CodeCell .cm-content"), "the notebook", 120)
     wait(browser, lambda: "| Idle" in status_bar(browser), "the kernel", 120)
+
+
+def run_cells(browser, sources):
+    "Each cell of the notebook with Shift+Enter, from the first one on."
     wait(browser, lambda: click_first_cell(browser), "the first cell")
-    for _ in CELLS:
+    for _ in sources:
         keys = ActionChains(browser).key_down(Keys.SHIFT).send_keys(Keys.ENTER).key_up(Keys.SHIFT)
         keys.perform()
 
@@ -260,8 +438,8 @@ def after_change(browser, before, what):
 
 def test_widgets_in_jupyterlab(browser, shoot, lab):
     "Runs a notebook cell by cell, moves its sliders, clicks a sample, and sees new pictures."
-    browser.get(lab)
-    run_cells(browser)
+    open_notebook(browser, lab(WIDGETS))
+    run_cells(browser, WIDGETS)
     wait(browser, lambda: len(css(browser, PICTURE)) == 3, "the widgets' figures", 120)
     wait(browser, lambda: css(browser, ".frames img"), "the replayed figure")
     clip, tree, maps = sources(browser)
@@ -306,3 +484,59 @@ def status_bar(browser):
 def click_first_cell(browser):
     css(browser, ".jp-CodeCell .cm-content")[0].click()
     return css(browser, ".jp-CodeCell.jp-mod-selected")
+
+
+# at each frame that the browser draws: how high the live display is, and how many pictures it has
+WATCH = """
+window.seen = [];
+(function look() {
+  const bar = document.querySelector("progress");
+  const area = bar && bar.closest(".jp-OutputArea-output");
+  const now = area ? [area.clientHeight, area.querySelectorAll("img").length] : [0, 0];
+  if (String(now) !== String(window.seen.at(-1))) window.seen.push(now);
+  requestAnimationFrame(look);
+})();
+"""
+
+
+def bar_value(browser):
+    return browser.execute_script("return document.querySelector('progress').value")
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_training_is_shown_live_and_stays_in_the_saved_notebook(
+    browser, shoot, lab, dark, tmp_path
+):
+    "Bar, curve and images while it trains; the same in the saved notebook, opened again."
+    theme = "dark" if dark else "light"
+    address = lab(TRAINING, dark)
+    open_notebook(browser, address)
+    browser.execute_script(WATCH)
+    run_cells(browser, TRAINING)
+    wait(browser, lambda: css(browser, "progress"), "the live display", 120)
+    wait(browser, lambda: bar_value(browser) == 2, "step 2")
+    shoot(f"lab_training_{theme}_live")
+    wait(browser, lambda: bar_value(browser) == 3, "step 3")
+    wait(browser, lambda: len(css(browser, ".jp-OutputArea-executeResult")) == 4, "all results")
+    seen = browser.execute_script("return window.seen")
+    assert seen == sorted(seen) and seen[-1][1] == 8, seen  # nothing flickers: it only grows
+    is_light = browser.execute_script("return document.body.dataset.jpThemeLight")
+    assert is_light == ("false" if dark else "true")
+
+    outputs = css(browser, ".jp-OutputArea-child")
+    for i, output in enumerate(outputs):
+        browser.execute_script("arguments[0].scrollIntoView({block: 'start'})", output)
+        shoot(f"lab_training_{theme}_{i}")
+    shown = [output.get_attribute("innerHTML").count("<img") for output in outputs]
+    assert shown == [8, 0, 8, 8, 0]  # two prompts with four images each
+    assert [len(output.find_elements(By.TAG_NAME, "svg")) for output in outputs] == [1, 1, 0, 0, 0]
+
+    save = ActionChains(browser).key_down(Keys.CONTROL).send_keys("s").key_up(Keys.CONTROL)
+    save.perform()
+    saved = tmp_path / "lab/cells.ipynb"
+    wait(browser, lambda: "<progress" in saved.read_text(), "the saved notebook")
+    assert "widget" not in saved.read_text().lower()
+    open_notebook(browser, address)
+    wait(browser, lambda: css(browser, "progress"), "the display of the saved notebook")
+    shoot(f"lab_training_{theme}_again")
+    assert bar_value(browser) == 3 and len(css(browser, ".jp-OutputArea-child img")) == 24

@@ -53,7 +53,7 @@ class Reader(HTMLParser):
 
     def handle_starttag(self, tag, attributes):
         self.tags.append((tag, dict(attributes)))
-        if tag not in ("meta", "img", "input", "polyline", "rect"):
+        if tag not in ("meta", "img", "source", "br", "input", "polyline", "rect"):
             self.open.append(tag)
 
     def handle_startendtag(self, tag, attributes):
@@ -139,13 +139,30 @@ def test_training_prompts_are_named(write, held_out):
     one = result(0, prompts_are_held_out=held_out)
     text = write(one, one).text
     assert ("No prompts were held out" in text) is not held_out
-    assert f"{'held-out' if held_out else 'training'} prompts with 1 images each" in text
+    assert f"{'held-out' if held_out else 'training'} prompts with 1 image each" in text
 
 
 def test_values_that_are_missing(write):
     values = {"<b>": [[None]] * 39 + [[0.5]]}
     texts = " ".join(write(result(0, values=values), result(1, values=values)).texts)
     assert texts.count("<b> 0.5 → 0.5") == 1 and "<b> –" not in texts and " nan" not in texts
+
+
+def test_the_plot_of_the_evaluations_is_there_for_both_themes(write):
+    history = [result(shift) | {"step": i} for i, shift in enumerate((0, 0.5, 1))]
+    seen = write(history[0], history[-1], history=history)
+    (dark,) = [attributes for tag, attributes in seen.tags if tag == "source"]
+    (light,) = [at for tag, at in seen.tags if at.get("class") == "curve"]
+    assert dark["media"] == "(prefers-color-scheme: dark)" and dark["srcset"] != light["src"]
+    assert write(history[0], history[-1]).count("source") == 0
+
+
+def test_many_metrics_of_a_card_are_folded_up(write):
+    values = {name: [[0.5]] * 40 for name in "abcd"}
+    one = result(0, metrics=dict.fromkeys("abcd", 0.5), values=values)
+    assert (
+        write(one, one).count("details") == CARDS and write(result(0), result(0)).count("br") == 0
+    )
 
 
 def lines_of(steps):
@@ -157,13 +174,13 @@ def lines_of(steps):
     return made
 
 
-@pytest.mark.parametrize("steps, charts, curves", [(0, 0, 0), (1, 0, 0), (5, 2, 4)])
+@pytest.mark.parametrize("steps, charts, curves", [(0, 0, 0), (1, 0, 0), (5, 2, 3)])
 def test_the_charts_of_the_steps(write, steps, charts, curves):
     seen = write(result(0), result(1), lines=lines_of(steps))
     assert (seen.count("svg"), seen.count("polyline")) == (charts, curves)
     assert ("curves" in [attributes.get("id") for _, attributes in seen.tags]) is bool(charts)
     points = [at["points"].split() for tag, at in seen.tags if tag == "polyline"]
-    assert [len(one) for one in points] == [5, 5, 3, 5][:curves] and "nan" not in str(points)
+    assert [len(one) for one in points] == [5, 3, 5][:curves] and "nan" not in str(points)
 
 
 def test_a_run_writes_its_steps_and_its_agreement_into_the_page(tmp_path):

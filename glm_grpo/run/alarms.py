@@ -218,9 +218,10 @@ def alarm_figure(
     if alarms:
         title += " (dashed: stop here)"
         for ax in (left, right):
-            ax.axvline(judged.steps[judged.last_good()], color="0.3", ls="--", lw=1)
+            ax.axvline(judged.steps[judged.last_good()], color="0.5", ls="--", lw=1)
         right.legend(fontsize=9, loc="center left", bbox_to_anchor=(1, 0.5))
     right.set_title(title, fontsize=9)
     for ax in (left, right):
         ax.set_xlabel("step")
+        ax.xaxis.get_major_locator().set_params(integer=True)
     return figure

@@ -4,9 +4,10 @@
 
 # %% auto #0
 __all__ = ['HEALTH', 'save_figure', 'is_pass_or_fail', 'BeforeAfterFigure', 'before_after_figure', 'running_mean',
-           'reward_curve_figure', 'of_policies', 'health_curves', 'draw_rewards', 'step_charts']
+           'reward_curve_figure', 'of_policies', 'health_curves', 'draw_rewards', 'step_charts', 'alarm_picture']
 
 # %% ../../nbs/6_run/07_figures.ipynb #n005
+import base64
 import io
 import math
 import textwrap
@@ -15,6 +16,7 @@ from pathlib import Path
 
 from ..data.basics import patch_to
 from ..data.files import atomic_write
+from .alarms import alarm_figure
 from .comparison import prompts_label
 
 # %% ../../nbs/6_run/07_figures.ipynb #n006
@@ -270,10 +272,31 @@ def step_charts(
     steps, charts = [line["step"] for line in lines], []
     if rewards := of_policies(lines, "reward_mean").get(""):
         width = max(1, len(lines) // 10)
-        curves = {"each step (pale)": ("c0 pale", rewards)}
-        curves[f"mean of {width} steps"] = ("c0", running_mean(rewards, width))
+        curves = {"each step": ("c0", rewards)}
+        if width > 1:
+            curves = {"each step (pale)": ("c0 pale", rewards)}
+            curves[f"mean of {width} steps"] = ("c0", running_mean(rewards, width))
         charts.append(_chart("Reward on training prompts:", steps, curves))
     for title, found in health_curves(lines).items():
         curves = {policy: (f"c{i % 2}", values) for i, (policy, values) in enumerate(found.items())}
         charts.append(_chart(title[0].upper() + title[1:], steps, curves))
     return f'<div class="charts">{"".join(charts)}</div>' if any(charts) else ""
+
+# %% ../../nbs/6_run/07_figures.ipynb #c58a715
+_IN_INK = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")
+_DARK = dict.fromkeys(_IN_INK, "#cfd0d0")  # matplotlib's names, the colours of the page
+_DARK |= {"axes.facecolor": "#131416", "figure.facecolor": "#131416", "legend.edgecolor": "0.4"}
+
+
+def alarm_picture(
+    history: Sequence[dict],  # as for `alarm_figure`
+    trained: Sequence[str] = (),
+    dark: bool = False,  # light lines on a dark ground
+) -> str:  # a PNG as an address that holds the picture itself
+    "`alarm_figure` for a page that needs no other file."
+    import matplotlib
+
+    png = io.BytesIO()
+    with matplotlib.rc_context(_DARK if dark else {}):
+        alarm_figure(history, trained).savefig(png, format="png", dpi=110)
+    return f"data:image/png;base64,{base64.b64encode(png.getvalue()).decode()}"

@@ -19,14 +19,9 @@ from PIL import Image
 
 from ..data.basics import UserError
 from ..data.files import atomic_write
-from .alarms import alarm_figure, reward_hacking_alarm
-from glm_grpo.run.comparison import (
-    Change,
-    compare_evaluations,
-    paired_difference,
-    prompts_label,
-)
-from .figures import step_charts
+from .alarms import reward_hacking_alarm
+from .comparison import Change, compare_evaluations, paired_difference, prompts_label
+from .figures import alarm_picture, step_charts
 from ..training.metrics import Agreement
 
 # %% ../../nbs/6_run/11_report.ipynb #n008
@@ -114,7 +109,10 @@ def _metrics_of(i: int, before: dict, after: dict) -> str:
         x, y = first[name][i][0], second[name][i][0]
         if x is not None or y is not None:
             found.append(f"{html.escape(name)} {_text(x, '.3g')} → {_text(y, '.3g')}")
-    return ", ".join(found)
+    if len(found) <= 3:  # more of them are folded up
+        return f'<p class="small">{", ".join(found)}</p>' if found else ""
+    summary = f"<summary>{len(found)} metrics of these images</summary>"
+    return f'<details class="small">{summary}{"<br>".join(found)}</details>'
 
 
 def _card(
@@ -133,7 +131,7 @@ def _card(
     mean = ""
     if seeds > 1:
         x, y = (_text(sum(result["rewards"][i]) / seeds, ".3g") for result in (before, after))
-        mean = f"Mean of {seeds} seeds: {x} → {y}. "
+        mean = f" Mean of {seeds} seeds: {x} → {y}."
     colour = "same"
     if difference > 0:
         colour = "good"
@@ -142,8 +140,8 @@ def _card(
     return (
         f'<article><div class="row">{source}<div class="compare">{pair}{_SLIDER}</div></div>'
         f"<p>{html.escape(before['prompts'][i])}</p>"
-        f'<p class="small"><b class="{colour}">{_text(difference, "+.3g")}</b> '
-        f"{mean}{_metrics_of(i, before, after)}</p></article>"
+        f'<p class="small"><b class="{colour}">{_text(difference, "+.3g")}</b>{mean}</p>'
+        f"{_metrics_of(i, before, after)}</article>"
     )
 
 # %% ../../nbs/6_run/11_report.ipynb #c35693a
@@ -186,9 +184,10 @@ a { color: var(--brand) } h1 { font-size: 2.2em; line-height: 1.2; margin: 1rem 
 h2 { font-size: 1.5em; margin: 2rem 0 .6rem } p { margin: .4rem 0 } ul { padding-left: 1.3rem }
 .lead { font-size: 1.15em } .small, figcaption, caption { font-size: .875em }
 figcaption, caption, .same { color: var(--muted) } .good { color: var(--good) }
-.bad { color: var(--bad) }
-.wide { overflow-x: auto } table { border-collapse: collapse; font-size: .9em }
-caption { text-align: left; padding-bottom: .4rem }
+.bad { color: var(--bad) } summary { cursor: pointer }
+.wide { overflow-x: auto; padding-bottom: .4rem }
+table { border-collapse: collapse; font-size: .9em }
+caption { text-align: left; padding-bottom: .4rem; max-width: calc(100vw - 2rem) }
 th, td { padding: .25rem .6rem; border: 1px solid var(--line); text-align: right;
   white-space: nowrap } thead th, .agreement th { background: var(--soft) }
 th:first-child, td:first-child, td:last-child, th:last-child { text-align: left }
@@ -204,7 +203,7 @@ svg text { font-size: 13px; fill: var(--muted) } svg rect { fill: var(--soft) }
 polyline { fill: none; stroke-width: 1.6; vector-effect: non-scaling-stroke }
 .c0 { color: var(--brand); stroke: currentColor } .c1 { color: #e8590c; stroke: currentColor }
 polyline.pale { opacity: .4 } span[class] { stroke: none; font-weight: 600 }
-.curve { width: 56rem; height: auto; background: #fff; border-radius: .2rem }
+.curve { width: max(36rem, 100%); max-width: 56rem; height: auto; display: block }
 """
 
 # %% ../../nbs/6_run/11_report.ipynb #n019
@@ -228,12 +227,12 @@ def _curves(history: Sequence[dict] | None, trained: Sequence[str], lines: Seque
     "The evaluations, where there are more than two, and the training steps."
     parts = []
     if history and len(history) > 2:
-        png = io.BytesIO()
-        alarm_figure(history, trained).savefig(png, format="png", dpi=110)
+        dark, light = (alarm_picture(history, trained, dark) for dark in (True, False))
         parts.append(
-            '<p class="wide"><img class="curve" '
-            f'src="data:image/png;base64,{base64.b64encode(png.getvalue()).decode()}" '
-            'alt="the trained reward, and what is not trained, over the steps"></p>'
+            '<p class="wide"><picture>'
+            f'<source media="(prefers-color-scheme: dark)" srcset="{dark}">'
+            f'<img class="curve" src="{light}" '
+            'alt="the trained reward, and what is not trained, over the steps"></picture></p>'
         )
     parts.append(step_charts(lines))
     return f'<h2 id="curves">Curves</h2>{"".join(parts)}' if any(parts) else ""
@@ -251,10 +250,11 @@ def _agreement(agreement: Agreement | None) -> str:
 def _lead(reward: Change, before: dict) -> str:
     "The reward before and after, in one sentence."
     more = f", {_text(reward.in_errors, '+.1f')} standard errors" if reward.error > 0 else ""
+    seeds = len(before["rewards"][0])
     return (
         f'<p class="lead">Mean reward <b>{_text(reward.before)} → {_text(reward.after)}</b> '
         f"({_text(reward.difference, '+.4g')}{more}) on {len(before['prompts'])} "
-        f"{prompts_label(before)} with {len(before['rewards'][0])} images each.</p>"
+        f"{prompts_label(before)} with {seeds} image{'s' * (seeds > 1)} each.</p>"
     )
 
 

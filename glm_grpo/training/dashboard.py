@@ -46,7 +46,8 @@ def reward_curve(
     axes = f'<path d="M{LEFT} 0V{bottom}H{WIDTH}" fill="none" stroke="currentColor" opacity="0.4"/>'
     return (
         f'<svg width="{WIDTH}" height="{HEIGHT}" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
-        f'aria-label="reward per step">{axes}{raw}{mean}{"".join(labels)}</svg>'
+        'style="max-width:100%;height:auto" aria-label="reward per step">'
+        f"{axes}{raw}{mean}{''.join(labels)}</svg>"
     )
 
 # %% ../../nbs/5_training/15_dashboard.ipynb #cad69ee
@@ -208,7 +209,8 @@ class Dashboard(Callback):
 
     def _repr_html_(self):
         bar = (
-            f'<progress value="{self.step}" max="{self.last_step}" style="width:420px"></progress>'
+            f'<progress value="{self.step}" max="{self.last_step}" '
+            f'style="width:{WIDTH}px;max-width:100%"></progress>'
         )
         parts = [bar, f"<div>{html.escape(self.told)}</div>", reward_curve(self.lines)]
         parts.append(self.pictures)

@@ -18,7 +18,7 @@ myst_all_links_external = False
 suppress_warnings = ["myst.header"]
 add_module_names = False
 python_display_short_literal_types = True
-highlight_language = "python3"
+highlight_language = "text"  # of a block that names none
 
 html_theme = "furo"
 html_static_path = ["static"]
@@ -27,6 +27,7 @@ html_copy_source = False
 html_show_sourcelink = False
 html_math_renderer = "mathml"
 pygments_style = "friendly"
+pygments_dark_style = "github-dark"
 
 
 def show_math(self, node) -> None:
