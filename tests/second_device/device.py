@@ -373,6 +373,7 @@ def move(func, source, device=None, non_blocking=False, pin_memory=None, **kwarg
 
 
 BETWEEN_RANKS = {"c10d", "_c10d_functional"}
+OWN_TYPES = {DeviceTensor, Tensor, torch.nn.Parameter}
 
 
 def communicate(func, args, kwargs):
@@ -389,7 +390,7 @@ class Factories(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if set(types) - {DeviceTensor, Tensor}:
+        if set(types) - OWN_TYPES:
             return NotImplemented  # a DTensor calls the operation on its own part, and we see that
         if func.namespace in BETWEEN_RANKS:
             return communicate(func, args, kwargs)
