@@ -5,7 +5,6 @@ import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +13,7 @@ import pytest
 import torch
 from helpers import GREEN, PROMPTS, ROOT, files, main, read_jsonl, small, told
 from programs.train_on_ranks import Work, run
-from test_ranks import PROGRAM, check_same_metrics, free_port, start, weights
+from test_ranks import PROGRAM, check_same_metrics, free_port, start, wait_for_all, weights
 from torch.distributed.run import parse_args
 
 from glm_grpo.training.ranks import process_count
@@ -47,12 +46,7 @@ def accelerate(machine, port):
 def run_all(commands, timeout=300, **environment_variables):
     "Runs the commands at the same time, until all have succeeded."
     running = [start(command, **environment_variables) for command in commands]
-    try:
-        printed = [process.communicate(timeout=timeout)[0] for process in running]
-    finally:
-        for process in running:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
+    printed = wait_for_all(running, timeout)
     assert not any(process.returncode for process in running), "\n".join(printed)
 
 

@@ -4,10 +4,12 @@ and an error of one rank ends all."""
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -41,26 +43,36 @@ def start(command, **environment_variables):
     )
 
 
-def launch(world, work, timeout=300):
-    "PROGRAM on `world` processes, as a launcher starts it -> their (status, what they said)."
-    port, processes = free_port(), []
-    for rank in range(world):
-        process = start(
-            [sys.executable, str(PROGRAM), json.dumps(work)],
-            RANK=rank,
-            LOCAL_RANK=rank,
-            WORLD_SIZE=world,
-            LOCAL_WORLD_SIZE=world,
-            MASTER_ADDR="127.0.0.1",
-            MASTER_PORT=port,
-        )
-        processes.append(process)
-    try:
-        said = [p.communicate(timeout=timeout)[0] for p in processes]
-    finally:
-        for p in processes:
-            p.kill()
+def wait_for_all(processes, timeout=300, grace=30):
+    """What they printed. After the first that fails, the others have `grace` seconds left: a rank
+    may wait for it for hours."""
+    with ThreadPoolExecutor(len(processes)) as pool:
+        printed = [pool.submit(process.communicate) for process in processes]
+        end = time.monotonic() + timeout
+        try:
+            while time.monotonic() < end and any(p.poll() is None for p in processes):
+                if any(p.poll() for p in processes):
+                    end = min(end, time.monotonic() + grace)
+                time.sleep(0.05)
+        finally:
+            for process in processes:
+                if process.poll() is None:
+                    os.killpg(process.pid, signal.SIGKILL)
+        return [of_one.result()[0] for of_one in printed]
+
+
+def start_ranks(world, command, timeout=300, **environment_variables):
+    "A command on `world` processes, as a launcher starts it -> their (status, what they said)."
+    own = {"WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1"}
+    own |= {"MASTER_PORT": free_port(), **environment_variables}
+    processes = [start(command, RANK=rank, LOCAL_RANK=rank, **own) for rank in range(world)]
+    said = wait_for_all(processes, timeout)
     return [(p.returncode, text) for p, text in zip(processes, said)]
+
+
+def launch(world, work, timeout=300):
+    "PROGRAM on `world` processes."
+    return start_ranks(world, [sys.executable, str(PROGRAM), json.dumps(work)], timeout)
 
 
 def train_on(world, work):

@@ -197,7 +197,7 @@ class CheckpointCallback(Callback):
         same = None  # checkpoints of this step
         if self.best and self.best() == trainer.step:
             same = self.checkpoints.of_step(trainer.step)
-        if trainer.ranks.shards:  # only the first rank evaluates, but all save
+        if trainer.ranks.shards:  # all save, so the first one, which has the files, decides
             same = trainer.ranks.gather(same)[0]
         if same is None:
             return

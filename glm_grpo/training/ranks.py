@@ -7,6 +7,7 @@ __all__ = ['process_count', 'Ranks', 'whole']
 
 # %% ../../nbs/5_training/03_ranks.ipynb #n009
 import os
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -65,7 +66,7 @@ class Ranks:
     def start(
         cls,
         device: str | None = None,  # model.device; "cpu": processes talk through gloo
-        hours: float = 6,  # the longest wait for another rank: rank 0 evaluates alone
+        hours: float = 6,  # the longest wait for another rank, e.g. while it downloads the model
     ) -> "Ranks":
         """Join the processes that `accelerate launch` or torchrun has started; without a launcher
         there is one rank. UserError: the environment of the launcher is incomplete."""
@@ -89,6 +90,9 @@ def stop(self) -> None:
     "Leave the process group."
     if self.world > 1:
         torch.distributed.destroy_process_group()
+        # Cut weights keep gloo's threads alive. A thread that frees a tensor while Python ends
+        # aborts the process (pytorch#179291), so they get the time to finish.
+        time.sleep(0.1)
 
 
 @patch_to(Ranks)
@@ -201,7 +205,7 @@ def join(
     learning: bool = False,
 ) -> None:
     """Put cut weights together on each rank. All ranks call it. Until `cut` no pass exchanges
-    weights, so ranks can sample, and one rank can evaluate alone."""
+    weights, so each rank can sample, and evaluate its share of the prompts, at its own pace."""
     for part, one_by_one in self.shards.items():
         stays_cut = learning and one_by_one
         part.set_reshard_after_forward(stays_cut, recurse=False)

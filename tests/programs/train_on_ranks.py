@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from PIL import Image
 
 from glm_grpo.data.basics import UserError
 from glm_grpo.data.loader import make_dataloader
@@ -33,6 +34,9 @@ class Work:
     mini_batches: int = 1
     full: bool = False  # all weights, spread over the ranks, in place of LoRA
     fails: int | None = None  # the rank whose reward fails
+    sources: bool = False  # each prompt edits an image; this takes fewer tokens
+    model: str = "data/tiny-glm-image"
+    device: str | None = "cpu"  # None: each rank's own
 
     @property
     def micro_batch_size(self):
@@ -81,15 +85,15 @@ class Recorder:
         self.gradients.append(torch.cat([whole(p.grad).flatten() for p in trained]))
         g = torch.Generator().manual_seed(len(self.gradients))
         for p in trained:
-            p += cut_like(self.size * torch.randn(p.shape, generator=g), p)
+            p += cut_like((self.size * torch.randn(p.shape, generator=g)).to(p.device), p)
 
 
 def make_model(work, ranks):
     model = GLMImageWrapper(
-        "data/tiny-glm-image",
+        work.model,
         work.component,
         lora=None if work.full else {"rank": 2},
-        device="cpu",
+        device=ranks.device or work.device,
         torch_dtype="float32",
     )
     if work.full:
@@ -101,6 +105,8 @@ def make_trainer(work, ranks):
     samples = []
     for i, prompt in enumerate(work.prompts):
         samples.append({"prompt": prompt, "target": None, "index": i, "metadata": {}})
+        if work.sources:
+            samples[-1]["source"] = [Image.new("RGB", (64, 64), (40 * i, 90, 60))]
     loader = make_dataloader(samples, len(samples), rank=ranks.rank, world=ranks.world)
     noise = {"sde_type": "cps"} if work.component == "dit" else {}
     return MinimalGRPOTrainer(
@@ -119,12 +125,13 @@ def make_trainer(work, ranks):
         mini_batches=work.mini_batches,
         ranks=ranks,
         callbacks=[StopOnLastRank()],
+        mode="i2i" if work.sources else "t2i",
         **noise,
     )
 
 
 def run(work):
-    ranks = Ranks.start("cpu")
+    ranks = Ranks.start(work.device)
     trainer = make_trainer(work, ranks)
     recorder = Recorder(trainer, size=0.005 if work.full else 0.02)
     try:

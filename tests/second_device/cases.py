@@ -6,7 +6,6 @@ of their own; by hand, from the root of the repository:
 """
 
 import dataclasses
-import shutil
 from collections import Counter
 from pathlib import Path
 
@@ -15,12 +14,12 @@ import helpers
 import pytest
 import torch
 from PIL import Image
+from small_model import small_model
 from test_rewards_judges import clip, processor  # noqa: F401  fixtures
 
 from glm_grpo import GLMImageWrapper
 from glm_grpo.model import denoise as denoising
 from glm_grpo.model import sampling
-from glm_grpo.model.loading import load_pipeline
 from glm_grpo.model.tokens import PromptInputs
 from glm_grpo.rewards.calling import call_reward
 from glm_grpo.rewards.judges import make_judge
@@ -34,19 +33,7 @@ WAITS_OF_AN_UPDATE = {"ar": 4, "dit": 14, "both": 30}
 
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory) -> Path:
-    "The tiny model with one layer instead of four and one block instead of five: faster."
-    folder = tmp_path_factory.mktemp("model") / "glm-image"
-    shutil.copytree(helpers.ROOT / "data/tiny-glm-image", folder)
-    pipe = load_pipeline(folder)
-    ar, dit = pipe.vision_language_encoder, pipe.transformer
-    language_model = ar.model.language_model
-    language_model.layers = language_model.layers[:1]
-    ar.config.text_config.num_hidden_layers = 1
-    dit.transformer_blocks = dit.transformer_blocks[:1]
-    dit.register_to_config(num_layers=1)
-    ar.save_pretrained(folder / "vision_language_encoder")
-    dit.save_pretrained(folder / "transformer")
-    return folder
+    return small_model(tmp_path_factory)
 
 
 def reward(images):

@@ -15,9 +15,7 @@ import contextlib
 import copy
 import ctypes
 import functools
-import importlib.util
 import os
-import subprocess
 import sys
 import tempfile
 import threading
@@ -27,19 +25,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
 
-HERE = Path(__file__).resolve().parent
-PROJECT = HERE.parent.parent
-TORCH = Path(importlib.util.find_spec("torch").origin).parent
+from guard import TORCH, build_library
 
-
-def build_library(folder: str | Path) -> Path:
-    "guard.cpp as a library, in this folder. It takes g++ some seconds."
-    library = Path(folder) / "guard.so"
-    options = ["-O0", "-shared", "-fPIC", "-std=c++20", f"-I{TORCH}/include"]
-    links = [f"-L{TORCH}/lib", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{TORCH}/lib"]
-    command = ["g++", *options, str(HERE / "guard.cpp"), *links, "-o", str(library)]
-    subprocess.run(command, check=True)
-    return library
+PROJECT = Path(__file__).resolve().parents[2]
 
 
 def load_library() -> ctypes.CDLL:
@@ -97,13 +85,16 @@ def note_wait(operation: str) -> None:
             noted.append(wait)
 
 
+OWN_FILES = {"device.py", "collectives.py"}
+
+
 def current_line() -> str:
     frame, innermost = sys._getframe(1), None
     while frame is not None:
         file = Path(frame.f_code.co_filename)
         if file.is_relative_to(PROJECT / "glm_grpo"):
             return f"{file.relative_to(PROJECT)}:{frame.f_lineno}"
-        foreign = not file.is_relative_to(TORCH) and file.name != Path(__file__).name
+        foreign = not file.is_relative_to(TORCH) and file.name not in OWN_FILES
         if innermost is None and foreign:
             innermost = f"{file.name}:{frame.f_lineno}"
         frame = frame.f_back
@@ -263,8 +254,6 @@ def dispatch(func, args, kwargs):
         return move(func, args[0], **kwargs)
     if name == "_fused_sdp_choice":
         return 0  # plain attention: the others are kernels of CUDA
-    if operation.changes_shape:
-        raise NotImplementedError(f"{name}: the second device cannot change a shape in place")
     note_operation(name, args, kwargs)
     device = next((x.device for x in tensors if type(x) is DeviceTensor), None)
     if kwargs.get("device") is not None:
@@ -274,7 +263,15 @@ def dispatch(func, args, kwargs):
     out = calculate(func, plain_args, plain_kwargs)
     if device is None or device.type != "cuda":
         return out
+    if operation.changes_shape:
+        return take_shape(args[0])
     return on_device(out, device, tensors)
+
+
+def take_shape(tensor: DeviceTensor) -> DeviceTensor:
+    "Its numbers have changed their shape in place."
+    Tensor.data.__set__(tensor, DeviceTensor(tensor.numbers, tensor.device))
+    return tensor
 
 
 def collect(x, tensors: list):
@@ -375,6 +372,15 @@ def move(func, source, device=None, non_blocking=False, pin_memory=None, **kwarg
     return DeviceTensor(numbers, device) if device.type == "cuda" else numbers
 
 
+BETWEEN_RANKS = {"c10d", "_c10d_functional"}
+OWN_TYPES = {DeviceTensor, Tensor, torch.nn.Parameter}
+
+
+def communicate(func, args, kwargs):
+    "An operation between processes. The module `collectives` replaces this function."
+    raise NotImplementedError(f"{func}: import collectives")
+
+
 class Factories(TorchDispatchMode):
     "Sees the operations that make a tensor on the device out of nothing."
 
@@ -384,6 +390,10 @@ class Factories(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        if set(types) - OWN_TYPES:
+            return NotImplemented  # a DTensor calls the operation on its own part, and we see that
+        if func.namespace in BETWEEN_RANKS:
+            return communicate(func, args, kwargs)
         device = kwargs.get("device")
         if DeviceTensor in types or (device is not None and torch.device(device).type == "cuda"):
             return dispatch(func, args, kwargs)
@@ -433,14 +443,30 @@ def all_tensors(x) -> list[Tensor]:
     return [t for y in x for t in all_tensors(y)] if isinstance(x, (list, tuple)) else []
 
 
+class Event:
+    "torch.cuda.Event. What comes before it has happened already."
+
+    def __init__(self, **options):
+        pass
+
+    def record(self, stream=None) -> None:
+        pass
+
+
 class Stream:
     "torch.cuda.Stream. Everything happens at once, so nobody waits."
 
-    def __init__(self, device=None):
+    def __init__(self, device=None, priority=0):
         self.device = device
 
     def wait_stream(self, other) -> None:
         pass
+
+    def wait_event(self, event) -> None:
+        pass
+
+    def record_event(self, event=None) -> Event:
+        return event or Event()
 
 
 RECORDING = threading.local()
@@ -498,6 +524,7 @@ def replace_torch_cuda() -> None:
     answers = {
         "_lazy_init": lambda: None,
         "CUDAGraph": Graph,
+        "Event": Event,
         "Stream": Stream,
         "current_stream": Stream,
         "graph": record_graph,
