@@ -77,7 +77,7 @@ def test_a_whole_checkpoint_loads(checkpoint):
 def test_a_note_that_is_no_json_object(checkpoint, content):
     (checkpoint / "trainer.json").write_bytes(content)
     message = refused(checkpoint)
-    assert "no whole checkpoint" in message or "trainer.json: broken, it is no JSON" in message
+    assert "no complete checkpoint" in message or "trainer.json: broken, it is not" in message
 
 
 @pytest.mark.parametrize(
@@ -122,15 +122,15 @@ def of_another_form(state):
     small_one["state"][0]["exp_avg"] = torch.ones(2)
     two = copy.deepcopy(state["param_groups"]) * 2
     return [
-        ([1], "it is not the memory of an optimizer"),
-        (torch.ones(3), "it is not the memory of an optimizer"),
-        ({}, "it is not the memory of an optimizer"),
-        ({"state": {}, "param_groups": []}, "it is not the memory of an optimizer"),
-        (state | {"param_groups": two}, "it is not the memory of an optimizer"),
-        (state | {"state": [1]}, "it is not the memory of an optimizer"),
-        (state | {"state": {9: {}}}, "it is not the memory of an optimizer"),
-        (state | {"state": {0: None}}, "the memory of weight 0 is a NoneType"),
-        (small_one, "exp_avg of weight 0 has not its shape"),
+        ([1], "it is not the state of an optimizer"),
+        (torch.ones(3), "it is not the state of an optimizer"),
+        ({}, "it is not the state of an optimizer"),
+        ({"state": {}, "param_groups": []}, "it is not the state of an optimizer"),
+        (state | {"param_groups": two}, "it is not the state of an optimizer"),
+        (state | {"state": [1]}, "it is not the state of an optimizer"),
+        (state | {"state": {9: {}}}, "it is not the state of an optimizer"),
+        (state | {"state": {0: None}}, "the state of weight 0 has the type NoneType"),
+        (small_one, "exp_avg of weight 0 does not have its shape"),
         (nan, "exp_avg_sq of weight 0 holds numbers that are not finite"),
     ]
 
@@ -144,7 +144,7 @@ def test_an_optimizer_of_another_form(checkpoint):
         assert words in message and "optimizer.pt: broken" in message
     for content in (b"", b"x", b"\x80\x02cos\nsystem\n."):
         file.write_bytes(content)
-        assert "optimizer.pt: no whole checkpoint" in refused(checkpoint)
+        assert "optimizer.pt: no complete checkpoint" in refused(checkpoint)
 
 
 def test_a_moving_average_of_another_form(checkpoint):
@@ -152,10 +152,10 @@ def test_a_moving_average_of_another_form(checkpoint):
     state = torch.load(file, weights_only=True)
     nan = [torch.full_like(state["shadow_params"][0], torch.nan)]
     for content, words in (
-        ([1], "it is no moving average"),
-        (state | {"optimization_step": None}, "it is no moving average"),
+        ([1], "it is not a moving average"),
+        (state | {"optimization_step": None}, "it is not a moving average"),
         (state | {"shadow_params": 3}, "it must hold one tensor for each of 1 weights"),
-        (state | {"shadow_params": [torch.ones(2)]}, "number 0 is no tensor of the shape"),
+        (state | {"shadow_params": [torch.ones(2)]}, "number 0 is not a tensor of the shape"),
         (state | {"shadow_params": nan}, "number 0 holds numbers that are not finite"),
     ):
         torch.save(content, file)
@@ -216,8 +216,8 @@ def test_full_weights_that_are_not_finite_are_refused(tmp_path):
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (b"\xff\xfe\x00", "metrics.jsonl: no text in UTF-8. Move it out"),
-        (b'{"step": 1}\n[2]\n', "metrics.jsonl, line 2: no JSON object. Delete this line"),
+        (b"\xff\xfe\x00", "metrics.jsonl: not UTF-8 text. Move it out"),
+        (b'{"step": 1}\n[2]\n', "metrics.jsonl, line 2: not a JSON object. Delete this line"),
         (b'{"step": "one"}\n', "metrics.jsonl, line 1: 'step' cannot be \"one\""),
     ],
 )
@@ -234,16 +234,16 @@ def test_the_log_of_a_run_takes_out_lines_without_a_step(tmp_path):
     trainer.train(1)
     assert [json.loads(line)["step"] for line in log.read_text().splitlines()] == [1, 2]
     log.write_bytes(b"\xff\xfe")
-    assert "metrics.jsonl: no text in UTF-8" in refusal(trainer.train, 1)
+    assert "metrics.jsonl: not UTF-8 text" in refusal(trainer.train, 1)
     assert log.read_bytes() == b"\xff\xfe"
 
 
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (b"\xff\xfe", "eval_history.jsonl: no text in UTF-8"),
-        (b"{\n", "eval_history.jsonl, line 1: no JSON object"),
-        (b"[]\n", "eval_history.jsonl, line 1: no JSON object"),
+        (b"\xff\xfe", "eval_history.jsonl: not UTF-8 text"),
+        (b"{\n", "eval_history.jsonl, line 1: not a JSON object"),
+        (b"[]\n", "eval_history.jsonl, line 1: not a JSON object"),
         (b'{"step": 0}\n', "line 1: 'reward_mean' cannot be null"),
         (b'{"step": null, "reward_mean": 0.5}\n', "line 1: 'step' cannot be null"),
     ],

@@ -143,7 +143,7 @@ WRONG_FILES = {
     "no such layer": ("--model.lora_target_modules [nose]", "nose"),
     "no checkpoint at all": (
         "--resume latest --output_dir FOLDER/old_run",
-        "no whole checkpoint",
+        "no complete checkpoint",
     ),
     "no such checkpoint": ("--resume FOLDER/none", "none"),
     "a checkpoint that is none": ("--resume FOLDER/bad", "trainer.json"),

@@ -146,9 +146,9 @@ def test_missing_prompt_file_is_named(tmp_path):
 @pytest.mark.parametrize(
     "line, message",
     [
-        ('{"prompt": "a cat"', "no valid JSON"),
-        ('["a cat"]', "must be a JSON object"),
-        ('"a cat"', "must be a JSON object"),
+        ('{"prompt": "a cat"', "not valid JSON"),
+        ('["a cat"]', "write a JSON object"),
+        ('"a cat"', "write a JSON object"),
         ('{"promt": "a cat"}', "unknown key 'promt'"),
         ('{"target": "a.png"}', "no prompt"),
         ('{"prompt": "  "}', "no prompt"),
@@ -199,7 +199,7 @@ def test_images_behind_broken_links_are_named(tmp_path):
     prompts = write(tmp_path / "prompts.txt", "\n".join(PROMPTS))
     targets = save_images(tmp_path / "targets", ["0.png", "1.png"])
     (targets / "2.png").symlink_to("gone.png")
-    assert "2.png leads to gone.png, which is not there" in refusal(T2IDataset, prompts, targets)
+    assert "2.png leads to gone.png, which does not exist" in refusal(T2IDataset, prompts, targets)
     (targets / "2.png").unlink()
     (targets / "2.png").symlink_to("2.png")
     assert "2.png leads back to itself" in refusal(T2IDataset, prompts, targets)
@@ -251,13 +251,13 @@ def test_csv_of_spreadsheets(tmp_path, separator):
     [
         ("", "no rows"),
         ("prompt\n", "no rows"),
-        ("name,label\na,b\n", "no column 'prompt' (nor 'text', 'caption'). There are name, label"),
+        ("name,label\na,b\n", "'text' or 'caption'. The columns are name, label"),
         ("prompt,target\na,b\na, red, cat\n", "line 3: 3 cells, but line 1 names 2 columns"),
-        ('prompt\n"a cat\n', "no valid CSV"),
+        ('prompt\n"a cat\n', "not valid CSV"),
         ("prompt,prompt\na,b\n", "line 1: 2 columns have the name 'prompt'"),
-        ("prompt,\na,b\n", "line 1: 1 columns have the name ''"),
+        ("prompt,\na,b\n", "line 1: a column has no name"),
         ("prompt,target\na,x\n,y\n", "line 3: no prompt"),
-        ('prompt,metadata\na,"{1}"\n', "line 2, metadata: no valid JSON"),
+        ('prompt,metadata\na,"{1}"\n', "line 2, metadata: not valid JSON"),
         ("prompt,metadata\na,b\n", "line 2: 'metadata' cannot be"),
         ('prompt,source\na,"[1]"\n', "line 2: 'source' must be a file name"),
         ('prompt\n"' + "a" * 200_000 + '"\n', "field larger than field limit"),
@@ -280,7 +280,7 @@ def test_sources_of_a_csv_may_be_a_list(tmp_path):
 @pytest.mark.parametrize("name", ["prompts.json", "prompts.xlsx", "prompts.yaml"])
 def test_formats_that_would_be_read_as_nonsense_are_refused(tmp_path, name):
     message = refusal(read_prompts, write(tmp_path / name, '["a cat"]\n'))
-    assert f"{name}: {name[7:]} files are not read. Save it as .txt" in message
+    assert f"{name}: {name[7:]} files are not supported. Save it as .txt" in message
 
 
 def picture(color):
@@ -337,12 +337,12 @@ def test_datasets_that_are_none_are_refused(tmp_path, flowers):
     assert "no split 'train'. Name the folder of one:" in message and "ab/b" in message
     flowers.save_to_disk(tmp_path / "torn")
     (tmp_path / "torn" / "data-00000-of-00001.arrow").write_bytes(b"ARROW")
-    assert "no whole dataset" in refusal(read_prompts, tmp_path / "torn")
+    assert "not a complete dataset" in refusal(read_prompts, tmp_path / "torn")
     empty = pyarrow.table({"prompt": pyarrow.array([], "string")})
     pyarrow.parquet.write_table(empty, tmp_path / "empty.parquet")
     assert "empty.parquet: no rows" in refusal(read_prompts, tmp_path / "empty.parquet")
     write(tmp_path / "text.parquet", "a cat")
-    assert "text.parquet: no valid Parquet" in refusal(read_prompts, tmp_path / "text.parquet")
+    assert "text.parquet: not valid Parquet" in refusal(read_prompts, tmp_path / "text.parquet")
     flowers.remove_columns("text").to_parquet(tmp_path / "mute.parquet")
     assert "no column 'prompt'" in refusal(read_prompts, tmp_path / "mute.parquet")
     half = flowers.to_dict()
@@ -416,7 +416,7 @@ def test_images_follow_their_prompts_when_some_are_held_out(tmp_path):
         (["0.png", "2.png"], "none for line 2 ('a green disc')"),
         (["0.png", "1.png", "3.png"], "none for line 3 ('a blue disc'); 3.png belongs to no line"),
         (["0.png", "1.png", "2.png", "3.png"], "4 images for 3 prompts, 3.png belongs to no line"),
-        (["0.png", "1.png", "0.jpg"], "0.jpg and 0.png claim the same prompt"),
+        (["0.png", "1.png", "0.jpg"], "0.jpg and 0.png belong to the same prompt"),
         (["cat.png", "dog.png", "bird.png"], "none for line 1 ('a red disc'); bird.png belongs"),
         (["a_red_disc.png", "1.png", "2.png"], "named like the prompts"),
         (["1.png", "2.png"], "numbered 1 to 3"),

@@ -19,8 +19,8 @@ def make_odd(folder):
 
 
 ODD = {
-    "dangling": "leads to gone, which is not there",
-    "dangling/run": "leads to gone, which is not there",
+    "dangling": "leads to gone, which does not exist",
+    "dangling/run": "leads to gone, which does not exist",
     "loop_a": "leads back to itself",
     "loop_a/run": "leads back to itself",
     "x" * 300: "too long",

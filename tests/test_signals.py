@@ -33,7 +33,7 @@ def test_a_signal_while_packages_are_imported(module, signum):
         process.kill()
     said = [line for line in rest.splitlines() if line and not line.startswith("import time:")]
     assert process.returncode == 128 + signum
-    assert said == [f"stopped by {NAMES[signum]} before anything was begun."]
+    assert said == [f"stopped by {NAMES[signum]} before anything started."]
 
 
 def interrupted_by(signum, function):

@@ -698,7 +698,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused_before_anything_changes(five,
         ("toy-painter in the checkpoint", toy_trainer(loader(), model=Painter(PROMPTS)), five),
         ("i2i here", toy_trainer(loader(), mode="i2i"), five),
         ("batch size 2, this run has 3", toy_trainer(loader(3)), five),
-        ("no whole checkpoint", toy_trainer(loader()), tmp_path / "six"),
+        ("no complete checkpoint", toy_trainer(loader()), tmp_path / "six"),
     ]
     for message, trainer, path in wrong:
         assert message in refusal(trainer.load_checkpoint, path)

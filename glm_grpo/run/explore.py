@@ -22,7 +22,7 @@ from .comparison import prompts_label
 
 # %% ../../nbs/6_run/08_explore.ipynb #n008
 def _whole_lines(path: Path) -> list[dict]:
-    "The lines of a JSON lines file that are whole; a killed run may leave half of one."
+    "The complete lines of a JSON lines file. A killed run may leave an incomplete one."
     lines = []
     for line in path.read_text(encoding="utf-8").splitlines():
         try:
@@ -33,7 +33,7 @@ def _whole_lines(path: Path) -> list[dict]:
 
 
 def _column(lines: list[dict], name: str) -> np.ndarray:
-    "One number per line; NaN where it is missing or was not finite."
+    "One number per line; NaN: missing or not finite."
     found = [line.get(name) for line in lines]
     return np.array([float(x) if isinstance(x, int | float) else math.nan for x in found])
 
@@ -41,14 +41,16 @@ def _column(lines: list[dict], name: str) -> np.ndarray:
 def read_metrics(
     output_dir: str | Path,  # folder of a run
 ) -> dict[str, np.ndarray]:  # name -> [steps] float64; NaN: missing or not finite
-    "The columns of metrics.jsonl. Raises UserError if there is no such file, or no whole line."
+    "The columns of metrics.jsonl. UserError: no such file, or no complete line."
     path = Path(output_dir) / "metrics.jsonl"
     if not path.is_file():
         raise UserError(f"{path}: no such file. Give the folder of a run, like outputs/run_001.")
     lines = _whole_lines(path)
     if not lines:
-        raise UserError(f"{path}: no whole line in it. The run has not finished a step yet.")
-    names = {}  # a dict keeps the order of the first line
+        raise UserError(
+            f"{path}: no complete line. The run has not finished a step yet; try again later."
+        )
+    names = {}  # in the order of the first line
     for line in lines:
         names |= dict.fromkeys(line)
     return {name: _column(lines, name) for name in names}
@@ -56,9 +58,9 @@ def read_metrics(
 # %% ../../nbs/6_run/08_explore.ipynb #n012
 def running_mean(
     values: np.ndarray,  # [steps] float
-    k: int,  # how many steps
-) -> np.ndarray:  # [steps] float; NaN values do not count
-    "The mean of the last k values, of fewer at the start."
+    k: int,  # number of steps
+) -> np.ndarray:  # [steps] float; NaN values are ignored
+    "The mean of the last k values, or of fewer at the start."
     means = []
     for i in range(len(values)):
         last = values[max(0, i + 1 - k) : i + 1]
@@ -77,7 +79,7 @@ PANELS = (
 
 
 class ShownFigure(Figure):
-    "A figure that Jupyter draws even if `matplotlib.pyplot` was never imported."
+    "A figure that Jupyter displays even if `matplotlib.pyplot` was not imported."
 
     def _repr_png_(self) -> bytes:
         data = io.BytesIO()
@@ -86,7 +88,7 @@ class ShownFigure(Figure):
 
 
 def _plot_panel(ax, name: str, metrics: dict[str, np.ndarray], smooth: int) -> None:
-    "One metric against the step: the reward smoothed, the ratio with its spread."
+    "Plot one metric against the step: the reward smoothed, the ratio with its spread."
     steps = metrics["step"]
     values = metrics.get(name, np.full_like(steps, math.nan))
     if name == "reward_mean":
@@ -102,7 +104,7 @@ def plot_run(
     output_dir: str | Path,  # folder of a run
     smooth: int | None = None,  # steps of the reward's running mean; None: a tenth of the run
 ) -> Figure:
-    "Reward, ratio, clip fraction, KL, gradient norm and time. Raises UserError as `read_metrics`."
+    "Plot reward, ratio, clip fraction, KL, gradient norm and time. UserError as `read_metrics`."
     metrics = read_metrics(output_dir)
     smooth = smooth or max(1, len(metrics["step"]) // 10)
     figure = ShownFigure(figsize=(8, 3.4), layout="constrained")
@@ -114,7 +116,7 @@ def plot_run(
         ax.ticklabel_format(axis="y", useOffset=False)
         ax.xaxis.get_major_locator().set_params(integer=True)
     for ax in axes[1]:
-        ax.set_xlabel("step", fontsize=9)
+        ax.set_xlabel("training step", fontsize=9)
     return figure
 
 # %% ../../nbs/6_run/08_explore.ipynb #n018
@@ -129,16 +131,16 @@ def sample_steps(
 
 def show_samples(
     output_dir: str | Path,  # folder of a run
-    step: int | None = None,  # the last images up to this step; None: the last there are
+    step: int | None = None,  # show the last images up to this step; None: the last images
 ):  # PIL image
-    "The grid of images of a step. Raises UserError if there is none up to that step."
+    "The grid of images of a step. UserError: there is none up to that step."
     from PIL import Image
 
     folder = Path(output_dir) / "samples"
     steps = sample_steps(output_dir)
     if not steps:
         raise UserError(
-            f"{folder}: no images there. A run writes them every training.sample_interval steps."
+            f"{folder}: no images. A run writes them every training.sample_interval steps."
         )
     up_to = [s for s in steps if step is None or s <= step]
     if not up_to:
@@ -151,7 +153,7 @@ def show_samples(
 def read_eval(
     output_dir: str | Path,  # folder of a run
 ) -> dict:  # before, after: each with reward_mean, standard_error, prompts [P], rewards [P][S]
-    "eval.json. Raises UserError if it is not there, or has no before and after."
+    "The contents of eval.json. UserError: it is missing, or has no before and after."
     path = Path(output_dir) / "eval.json"
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
@@ -163,7 +165,7 @@ def read_eval(
         ) from None
     except (ValueError, KeyError, TypeError):
         raise UserError(
-            f"{path}: no rewards before and after in it. "
+            f"{path}: no rewards before and after. "
             "Only a finished run of glm_grpo.train writes both."
         ) from None
     return found
@@ -172,7 +174,7 @@ def read_eval(
 def before_after(
     output_dir: str | Path,  # folder of a run
 ) -> Figure:
-    "Held-out rewards: means with errors, and each prompt. Raises UserError as `read_eval`."
+    "Plot held-out rewards: means with standard errors, and each prompt. UserError as `read_eval`."
     found = read_eval(output_dir)
     before = np.array(found["before"]["rewards"], dtype=float).mean(1)
     after = np.array(found["after"]["rewards"], dtype=float).mean(1)
@@ -195,10 +197,10 @@ def before_after(
 # %% ../../nbs/6_run/08_explore.ipynb #n027
 def ratio_grids(
     new_logprobs: Tensor,  # [T] or [N, T] float: after the update
-    old_logprobs: Tensor,  # the same shape: when the tokens were sampled
+    old_logprobs: Tensor,  # the same shape: at sampling
     grids: list[tuple[int, int]],  # (h, w) in order of generation: preview, large
 ) -> list[Tensor]:  # [h, w] or [N, h, w] float32, one per grid
-    "The ratios in the shape of the grids. Raises ValueError if T is not the grids' size."
+    "The ratios in the shape of the grids. ValueError: T is not the number of their tokens."
     sizes = [h * w for h, w in grids]
     if new_logprobs.shape != old_logprobs.shape or new_logprobs.shape[-1] != sum(sizes):
         raise ValueError(
@@ -214,9 +216,9 @@ def plot_ratio_grid(
     new_logprobs: Tensor,  # [T] float: of one image, after the update
     old_logprobs: Tensor,  # [T] float
     grids: list[tuple[int, int]],  # (h, w) in order of generation: preview, large
-    limit: float | None = None,  # colours reach from 1/limit to limit; None: the largest change
+    limit: float | None = None,  # range of colours: 1/limit to limit; None: the largest change
 ) -> Figure:
-    "Red: the token became more likely. Blue: less likely. White: as before."
+    "Map the ratios. Red: the token became more likely. Blue: less likely. White: unchanged."
     maps = [ratios.log() for ratios in ratio_grids(new_logprobs, old_logprobs, grids)]
     largest = max(log_ratios.abs().max().item() for log_ratios in maps)
     top = math.log(limit) if limit else max(largest, 1e-6)
@@ -238,9 +240,9 @@ def clipped_tokens(
     new_logprobs: Tensor,  # [N, T] float
     old_logprobs: Tensor,  # [N, T] float
     advantages: Tensor,  # [N] float
-    clip_range: float,  # the ratio counts up to 1 - clip_range below, 1 + clip_range above
+    clip_range: float,  # clip the ratio to 1 - clip_range ... 1 + clip_range
 ) -> Tensor:  # [N, T] bool
-    "Tokens that clipping takes out of the gradient. PPO, arXiv 1707.06347, eq. 7."
+    "Tokens that clipping removes from the gradient. PPO, arXiv 1707.06347, eq. 7."
     ratios = (new_logprobs - old_logprobs).detach().cpu().exp()
     advantages = advantages.cpu()[:, None]
     too_high = (ratios > 1 + clip_range) & (advantages > 0)
@@ -259,7 +261,7 @@ def plot_clip(
     advantages: Tensor,  # [N] float
     clip_range: float = 0.2,
 ) -> Figure:
-    "Histograms of the ratios for both signs of the advantage; beyond the line tokens are clipped."
+    "Histograms of the ratios for each sign of the advantage. Tokens beyond the line are clipped."
     ratios = (new_logprobs - old_logprobs).detach().float().cpu().exp()
     advantages = advantages.cpu()
     share = _clipped_share(new_logprobs, old_logprobs, advantages, clip_range)

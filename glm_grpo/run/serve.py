@@ -15,11 +15,11 @@ from ..rewards.reward_server import serve
 
 # %% ../../nbs/6_run/09_serve.ipynb #n005
 _EXAMPLE = f"""example, my_reward.py:
-  def redness(images):       # [N, 3, H, W] in [0, 1]; ask by name for prompts, targets,
-                             # sources, metadata, too
+  def redness(images):       # [N, 3, H, W] in [0, 1]; other parameters: prompts, targets,
+                             # sources, metadata
       return images[:, 0].mean((1, 2)) - images[:, 1:].mean((1, 2, 3))
 
-  python -m glm_grpo.remote my_reward.py:redness --port 8000   # Ctrl+C ends it
+  python -m glm_grpo.remote my_reward.py:redness --port 8000   # Ctrl+C stops it
   curl http://127.0.0.1:8000/health                            # is it running?
 
 and in the training process, in Python:
@@ -27,9 +27,9 @@ and in the training process, in Python:
   reward = RemoteReward("http://127.0.0.1:8000")
 
 Load a model once, at the top of the file, not in the function. One batch is scored at a time.
-Only this machine can connect; for others give --host 0.0.0.0 and set the same {TOKEN} in
-the environment of both sides. For the protocol, and for a server that does not need this package,
-see the notebooks 4_rewards/16_remote_protocol and 4_rewards/17_reward_server."""
+Only this machine can connect; for others use --host 0.0.0.0 and set the same {TOKEN} in
+the environment of both sides. The notebook 4_rewards/16_remote_protocol describes the protocol,
+and 4_rewards/17_reward_server a server that does not need this package."""
 
 
 def make_serve_parser() -> argparse.ArgumentParser:
@@ -44,7 +44,7 @@ def make_serve_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "function",
         metavar="FILE:FUNCTION",
-        help="a function or callable object of a Python file, for example my_reward.py:redness",
+        help="a function or callable object in a Python file, for example my_reward.py:redness",
     )
     parser.add_argument(
         "--host",
@@ -71,9 +71,9 @@ def wait_for_ctrl_c() -> None:
 def main(
     argv: list[str] | None = None,  # words of the command line; None: those of this process
 ) -> int:  # status
-    """`python -m glm_grpo.remote FILE:FUNCTION --port 8000`: serves a reward until Ctrl+C.
+    """`python -m glm_grpo.remote FILE:FUNCTION --port 8000`: serve a reward until Ctrl+C.
 
-    UserError: no such function, the port is in use.
+    UserError: there is no such function, or the port is in use.
     """
     words = make_serve_parser().parse_args(argv)
     reward = load_function(words.function)
@@ -83,6 +83,6 @@ def main(
 
     with serve(reward, words.host, words.port, log=log) as server:
         wants = ", ".join(server.wants)
-        log(f"{server.name} is served at {server.url} and wants {wants}. Ctrl+C ends it.")
+        log(f"{server.name} is served at {server.url} and wants {wants}. Ctrl+C stops it.")
         wait_for_ctrl_c()
     return 0

@@ -16,8 +16,8 @@ from .config import Config, image_height_width
 
 
 def tokens_of(config: Config) -> int:
-    """Tokens of a sample: the large grid, a token per 32 x 32 pixels, and from text to image the
-    preview of about 256 tokens before it."""
+    """Tokens per sample: the large grid with a token per 32 x 32 pixels, and for text-to-image the
+    preview of about 256 tokens."""
     h, w = (side // 32 for side in image_height_width(config))
     if config.training.mode == "i2i":
         return h * w
@@ -36,10 +36,10 @@ def count_evaluations(config: Config) -> int:
 
 def count_work(
     config: Config,
-    prompts: int,  # training prompts there are
-    held_out: int = 0,  # prompts of an evaluation there are
+    prompts: int,  # number of training prompts
+    held_out: int = 0,  # number of held-out prompts
 ) -> dict[str, float]:
-    "The number of samples and decisions of a whole run."
+    "The numbers of samples, decisions and optimizer steps of a whole run."
     training, grpo, rollout = config.training, config.reward.grpo, config.rollout
     component = config.model.component
     per_sample = grpo.pictures_per_sample if component == "both" else 1
@@ -59,15 +59,15 @@ def count_work(
     }
 
 # %% ../../nbs/6_run/15_work.ipynb #n016
-# what trains of the language model, where all weights train
+# weights of the language model that train without LoRA
 AR_TRAINED = r"(model\.)?language_model\.(layers|norm)\.|lm_head\."
 
 
 def count_trained(
     config: Config,
     layout: dict,  # of `model_layout`
-) -> dict[str, int]:  # half that trains -> number of parameters that the optimizer changes
-    "UserError: an adapter for a layer that is not there."
+) -> dict[str, int]:  # half that trains -> number of trained parameters
+    "Count the trained parameters. UserError: an adapter for a layer that does not exist."
     component = config.model.component
     halves = ("ar", "dit") if component == "both" else (component,)
     count = count_adapter if config.model.lora else count_weights
@@ -75,14 +75,14 @@ def count_trained(
 
 
 def count_weights(config: Config, half: str, shapes: dict[str, tuple]) -> int:
-    "All weights of the DiT; of the AR the layers, the norm and the head."
+    "The number of all weights of the DiT, or of the AR's layers, norm and head."
     if half == "ar":
         shapes = {k: s for k, s in shapes.items() if re.match(AR_TRAINED, k)}
     return numbers_in(shapes)
 
 
 def count_adapter(config: Config, half: str, shapes: dict[str, tuple]) -> int:
-    "Two matrices of `lora_rank` columns per adapted layer."
+    "The number of adapter weights: two matrices of rank `lora_rank` per adapted layer."
     model = config.model
     place, field = LORA_PLACES[half]
     names = model.lora_target_modules if half == "ar" else model.dit_lora_target_modules
@@ -97,6 +97,6 @@ def count_adapter(config: Config, half: str, shapes: dict[str, tuple]) -> int:
         prefix, where = ("", "language model") if half == "ar" else ("dit_", "DiT")
         raise UserError(
             f"model.{prefix}lora_target_modules '{', '.join(missing)}': no such layer in the "
-            f"{where}."
+            f"{where}. Correct the name."
         )
     return total

@@ -24,7 +24,7 @@ class Memory:
 
     note: dict  # trainer.json
     adamw: dict  # optimizer.pt
-    masters: list[Tensor]  # masters.safetensors: float32 copies of the weights; [] where none
+    masters: list[Tensor]  # masters.safetensors: float32 copies of the weights, or []
     average: dict | None = None  # ema.pt
 
 
@@ -33,7 +33,7 @@ def read_memory(
     masters: bool,  # whether float32 copies are wanted
     average: bool,  # whether a moving average is wanted
 ) -> Memory:
-    "UserError names a file that is missing or broken."
+    "Read a checkpoint's files. UserError names a file that is missing or broken."
     from safetensors.torch import load_file
 
     memory = Memory(read_note(path), _read(path / "optimizer.pt", _load), [])
@@ -50,13 +50,13 @@ def _load(path):
     try:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except UnpicklingError:  # its message is about versions of torch
-        raise ValueError("it holds something else than tensors and numbers") from None
+        raise ValueError("it contains objects other than tensors and numbers") from None
 
 
 def _read(file, read):
     try:
         return read(file)
-    except Exception as e:  # several libraries read, each with errors of its own
+    except Exception as e:  # each of several libraries raises its own errors
         raise not_whole(file, e) from None
 
 # %% ../../nbs/5_training/11_checkpoint_memory.ipynb #cb92639
@@ -65,19 +65,19 @@ def _broken(file, what):
 
 
 def _check_tensors(file, tensors, weights):
-    "UserError: not one finite tensor for each weight, of its shape."
+    "UserError unless there is one finite tensor of the right shape for each weight."
     if not isinstance(tensors, (list, tuple)) or len(tensors) != len(weights):
         raise _broken(file, f"it must hold one tensor for each of {len(weights)} weights")
     for i, (tensor, weight) in enumerate(zip(tensors, weights)):
         if not isinstance(tensor, Tensor) or tensor.shape != weight.shape:
-            raise _broken(file, f"number {i} is no tensor of the shape {list(weight.shape)}")
+            raise _broken(file, f"number {i} is not a tensor of the shape {list(weight.shape)}")
         if not tensor.isfinite().all():
             raise _broken(file, f"number {i} holds numbers that are not finite")
 
 
 def _check_adamw(file, memory, optimizer):
-    "UserError: not the memory of an optimizer with these weights."
-    wrong = _broken(file, "it is not the memory of an optimizer with this run's weights")
+    "UserError: not the state of an optimizer with these weights."
+    wrong = _broken(file, "it is not the state of an optimizer with this run's weights")
     if not isinstance(memory, dict):
         raise wrong
     try:
@@ -94,25 +94,25 @@ def _check_adamw(file, memory, optimizer):
 
 def _check_adamw_state(file, state, weight, name):
     if not isinstance(state, dict):
-        raise _broken(file, f"the memory {name} is a {type(state).__name__}")
+        raise _broken(file, f"the state {name} has the type {type(state).__name__}")
     for key, value in state.items():
         if key in ("exp_avg", "exp_avg_sq") and getattr(value, "shape", None) != weight.shape:
-            raise _broken(file, f"{key} {name} has not its shape, {list(weight.shape)}")
+            raise _broken(file, f"{key} {name} does not have its shape, {list(weight.shape)}")
         if isinstance(value, Tensor) and not value.isfinite().all():
             raise _broken(file, f"{key} {name} holds numbers that are not finite")
 
 # %% ../../nbs/5_training/11_checkpoint_memory.ipynb #ca69a8c
 def check_memory(
     path: Path,  # of the checkpoint
-    memory: Memory,  # that was read from it
-    optimizer: PolicyOptimizer,  # that will take it
+    memory: Memory,  # read from it
+    optimizer: PolicyOptimizer,  # that will load it
 ) -> None:
-    "UserError names the file that is of another form, of other weights, or not finite."
+    "UserError names a file that has another format, is for other weights, or is not finite."
     _check_adamw(path / "optimizer.pt", memory.adamw, optimizer)
     _check_tensors(path / "masters.safetensors", memory.masters, optimizer.masters or [])
     if memory.average is None:
         return
     file, average = path / "ema.pt", memory.average
     if not isinstance(average, dict) or type(average.get("optimization_step")) is not int:
-        raise _broken(file, "it is no moving average")
+        raise _broken(file, "it is not a moving average")
     _check_tensors(file, average.get("shadow_params"), optimizer.stepped)

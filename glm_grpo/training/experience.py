@@ -31,11 +31,11 @@ class Comparison:
 
     rewards: Tensor  # [all] float32
     advantages: Tensor  # [all] float32
-    counted: Tensor  # [all] bool: False leaves a sample out of the mean
+    counted: Tensor  # [all] bool; False: not in the mean of the loss
     group_size: int
 
     def numbers(self) -> dict[str, float]:
-        "The numbers for the line of metrics."
+        "Mean reward, mean advantage, and the share of groups with equal rewards."
         equal = equal_groups(self.rewards, self.group_size)
         return {
             "reward_mean": self.rewards.mean().item(),
@@ -47,11 +47,12 @@ class Comparison:
 def compare_samples(
     scores: Scores,  # of the images of all ranks
     reward: Callable,  # that computed the scores
-    group_size: int,  # samples of a prompt
+    group_size: int,  # samples that are compared
     images_per_sample: int,
     options: TrainerOptions,
 ) -> Comparison:
-    "Rewards of images to advantages of samples, within their groups."
+    """Turn the rewards of images into advantages of samples, within their groups (arXiv
+    2402.03300, 4.1; with `normalise` "group" arXiv 2601.05242)."""
     rewards = scores.rewards.view(-1, images_per_sample).mean(1)
     if options.normalise == "group":
         parts = {}
@@ -72,7 +73,7 @@ def of_policy(name: str, value: Any) -> Any:
     if name not in value:
         raise UserError(
             f"reward_function has a reward for {', '.join(value) or 'no policy'}, and none for "
-            f"{name}. Give one function, or a dict with a reward for each policy that trains."
+            f"{name}. Pass one function, or a dict with a reward for each policy that trains."
         )
     return value[name]
 
@@ -85,11 +86,11 @@ def repeat_rows(items: list | None, times: int) -> list | None:
 
 
 class BatchJudge:
-    "Calls the different rewards of a step on its images, while others are sampled."
+    "Calls the rewards of a step on batches of images, while others are being sampled."
 
     def __init__(
         self,
-        rewards: list[Callable],  # the different ones
+        rewards: list[Callable],  # all different
         prompts: list[str],  # N
         batch: dict,  # target_images, source_images, metadata: one per prompt, or missing
         rows_per_prompt: int,
@@ -108,14 +109,14 @@ class BatchJudge:
             judging.add(rows, images)
 
     def finish(self, images: Tensor) -> list[Scores]:
-        "Wait for all images -> the scores of each reward."
+        "Wait for all images. Returns the scores of each reward."
         return [judging.finish(images) for judging in self.judgings]
 
 # %% ../../nbs/5_training/06_experience.ipynb #n018
 def join_scores(
     of_ranks: list[Scores],  # of the same reward
 ) -> Scores:
-    "The scores of all ranks as one, because advantages may depend on the whole batch."
+    "Concatenate the scores of all ranks."
     rewards = torch.cat([scores.rewards for scores in of_ranks])
     parts = _join([scores.parts for scores in of_ranks])
     weighted = _join([scores.weighted for scores in of_ranks])
@@ -138,9 +139,9 @@ class Experience:
     compared: dict[str, Comparison]  # policy -> the same of all ranks
     rewards: Tensor  # [N] float32 of this rank: the sum over the different rewards
     numbers: dict[str, float]  # for the line of metrics
-    seconds: dict[str, float] = field(default_factory=dict)  # rollout, reward, update
-    memory: dict[str, float] = field(default_factory=dict)  # the same -> gigabytes at the peak
-    # policy -> |new - old| per decision, mean over the samples; before each optimizer step
+    seconds: dict[str, float] = field(default_factory=dict)  # of rollout, reward, update
+    memory: dict[str, float] = field(default_factory=dict)  # the same: gigabytes at the peak
+    # before each optimizer step: policy -> |new - old| per decision, mean over the samples
     gaps: list[dict[str, Tensor]] = field(default_factory=list)
 
     def __repr__(self):
@@ -166,7 +167,7 @@ def make_experience(
     ranks: Ranks,
     rows_per_prompt: int,
 ) -> Experience:
-    "Each policy's samples with their advantages."
+    "An `Experience`: each policy's samples with their advantages."
     samples, compared, numbers = {}, {}, {}
     for name, policy in policies.items():
         own, reward = policy.samples(rollout, rows_per_prompt), rewards[name]
@@ -192,13 +193,13 @@ def part_numbers(scores: Scores, prefix: str) -> dict[str, float]:
 # %% ../../nbs/5_training/06_experience.ipynb #n030
 @dataclass(frozen=True)
 class MiniBatch:
-    "One policy's share of an optimizer step."
+    "One policy's samples of an optimizer step."
 
-    samples: Samples  # of this rank; perhaps none
-    count: int  # samples that count, on all ranks
+    samples: Samples  # of this rank; may be empty
+    count: int  # counted samples on all ranks
 
     def counted(self) -> Samples:
-        "The samples that count in the mean; all samples if none counts."
+        "The samples that are counted in the mean; all samples if none is."
         samples = self.samples
         if not samples.counted.any() or samples.counted.all():
             return samples
@@ -206,7 +207,7 @@ class MiniBatch:
 
     @property
     def teaches(self) -> bool:
-        "Whether any of this rank's samples counts."
+        "Whether any of this rank's samples is counted."
         return bool(self.samples.counted.any())
 
 

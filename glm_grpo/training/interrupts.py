@@ -15,7 +15,7 @@ from types import FrameType
 
 
 class Stopped(KeyboardInterrupt):
-    "A signal ends the program."
+    "Raised when a signal ends the program; `signum` is the signal."
 
     def __init__(self, signum: int = signal.SIGINT):
         super().__init__(signal_name(signum))
@@ -28,7 +28,7 @@ def signal_name(signum: int) -> str:
 
 
 def ending_signals() -> list[int]:
-    "Signals that ask a program to end, without SIGHUP if `nohup` has made it ignored."
+    "Signals that ask a program to end; without SIGHUP if the program ignores it, as under `nohup`."
     found = [signal.SIGINT, signal.SIGTERM]
     hangup = getattr(signal, "SIGHUP", None)  # Windows has none
     if hangup is not None and signal.getsignal(hangup) != signal.SIG_IGN:
@@ -43,8 +43,8 @@ def in_main_thread() -> bool:
 
 @contextlib.contextmanager
 def uncut() -> Iterator[None]:
-    """In this block the first Ctrl+C waits until the end; a second one does not. Outside the main
-    thread it does nothing."""
+    """Delay the first Ctrl+C until the end of the block. A second one raises `Stopped` at once.
+    Outside the main thread the block does nothing."""
     if not in_main_thread():
         yield
         return
@@ -65,13 +65,13 @@ def uncut() -> Iterator[None]:
 
 # %% ../../nbs/5_training/02_interrupts.ipynb #n015
 class Interrupts:
-    """In this block the first Ctrl+C, SIGTERM or SIGHUP stops `trainer` after its step, if there is
-    one; without one, and the second time, it raises `Stopped`, a KeyboardInterrupt."""
+    """In this block the first Ctrl+C, SIGTERM or SIGHUP stops `trainer` after its step. Without a
+    trainer, or the second time, it raises `Stopped`, a KeyboardInterrupt."""
 
     def __init__(self):
         self.trainer = None  # set it during training
         self.signal = None  # the first signal received
-        self.before = {}  # signal -> its handler outside of this block
+        self.before = {}  # signal -> its handler outside this block
 
     def __enter__(self):
         if in_main_thread():
@@ -105,16 +105,16 @@ class Interrupts:
 
 
 def tell_at_once(text: str) -> None:
-    "A line on standard error, written in a way that is safe in a handler."
+    "Write a line to standard error, in a way that is safe in a signal handler."
     with contextlib.suppress(OSError):  # a terminal that was closed
         os.write(2, f"\n{text}\n".encode())
 
 # %% ../../nbs/5_training/02_interrupts.ipynb #cc55621
 def leave_at_once() -> None:
-    "From now on Ctrl+C, SIGTERM and SIGHUP end the process with one line."
+    "Let Ctrl+C, SIGTERM and SIGHUP end the process with a one-line message from now on."
 
     def leave(signum, frame):
-        tell_at_once(f"stopped by {signal_name(signum)} before anything was begun.")
+        tell_at_once(f"stopped by {signal_name(signum)} before anything started.")
         os._exit(128 + signum)
 
     for signum in ending_signals():
