@@ -154,7 +154,8 @@ class Sizes:
     width: int
     feed: int  # of the feed-forward layer
     layers: int
-    passing: int = 0  # feed-forward widths in use while the backward pass is in a layer
+    kept: tuple[int, int]  # widths, and feed-forward widths, that a layer keeps
+    passing: float  # feed-forward widths in use while the backward pass is in a layer
 
 
 @patch_to(MemoryEstimate)
@@ -167,7 +168,7 @@ def activations_of(self: MemoryEstimate, half: str) -> int:
 def ar_activations(self: MemoryEstimate) -> int:
     ar = self.ar
     width, feed = ar["hidden_size"], ar["intermediate_size"]
-    sizes = Sizes(width, feed, ar["num_hidden_layers"], passing=6)
+    sizes = Sizes(width, feed, ar["num_hidden_layers"], kept=(12, 4), passing=6)
     chunk = min(128, self.new_tokens)  # positions whose logits exist at a time
     logits = self.micro_batch * chunk * ar["vision_vocab_size"] * 4 * 3
     return self.activations(self.micro_batch * self.row, sizes) + logits
@@ -176,7 +177,7 @@ def ar_activations(self: MemoryEstimate) -> int:
 @patch_to(MemoryEstimate)
 def dit_activations(self: MemoryEstimate) -> int:
     width = self.dit_width()
-    sizes = Sizes(width, 4 * width, self.dit["num_layers"])
+    sizes = Sizes(width, 4 * width, self.dit["num_layers"], kept=(10, 2), passing=2.5)
     return self.activations(self.rows_of_dit(self.micro_batch), sizes)
 
 
@@ -184,8 +185,9 @@ def dit_activations(self: MemoryEstimate) -> int:
 def activations(self: MemoryEstimate, tokens: int, sizes: Sizes) -> int:
     "Of a transformer for so many tokens."
     number = tokens * self.bytes
-    layer = number * (12 * sizes.width + 4 * sizes.feed)
-    passing = number * sizes.passing * sizes.feed
+    widths, feeds = sizes.kept
+    layer = number * (widths * sizes.width + feeds * sizes.feed)
+    passing = int(number * sizes.passing * sizes.feed)
     if not self.config.model.gradient_checkpointing:
         return layer * sizes.layers + passing
     return number * sizes.width * sizes.layers + layer + passing

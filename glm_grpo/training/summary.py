@@ -96,16 +96,18 @@ def agreement_of(
     of_ranks, policies = ranks.gather(own), {}
     for name in metrics:
         gaps = merge_gaps([one[name] for one in of_ranks])
-        allowed = allowed_gap(dtype, options.grpo.clip_range_of(name))
-        policies[name] = PolicyGap(*gaps.values(), allowed)
+        clip = options.grpo.clip_range_of(name)
+        policies[name] = PolicyGap(*gaps.values(), allowed_gap(name, dtype), clip)
     return Agreement(policies, dtype, options.step.micro_batch_size)
 
 
 def require_agreement(found: Agreement, options: TrainerOptions, ranks: Ranks) -> None:
-    "UserError: ratios differ from 1 by more than rounding. With `allow_ratio_gap`, a warning."
+    """UserError: ratios differ from 1 by more than rounding. With `allow_ratio_gap`, a warning. It
+    also warns where rounding alone moves ratios beyond the clip range."""
     message = found.problem()
     if message and not options.step.allow_ratio_gap:
         ranks.all_failed = True  # all ranks have the same numbers
         raise UserError(message)
+    message = message or found.warning()
     if message and ranks.first:
         warnings.warn(message, stacklevel=2)
