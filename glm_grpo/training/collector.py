@@ -79,6 +79,7 @@ def collect(
     self,
     batch: dict,  # prompts, target_images, perhaps source_images, metadata; see `as_batch`
     step: int,  # training step: part of the name of the noise
+    score: bool = True,  # False: no old log-probs of the tokens, see `generate_with_tracking`
 ) -> Experience:
     "Sample, compute rewards and advantages. UserError: the batch has no prompts."
     start, peak = time.perf_counter(), PeakMemory(self.device)
@@ -89,7 +90,7 @@ def collect(
     names = self.name_samples(prompts, sources, step)
 
     def sample_and_judge():
-        rollout = self.sample(prompts, sources, step, names, judge.add)
+        rollout = self.sample(prompts, sources, step, names, judge.add, score)
         sampled = time.perf_counter()
         return judge.finish(rollout.image_tensors), time.perf_counter() - sampled
 
@@ -122,6 +123,7 @@ def sample(
     step: int,
     names: SampleNames | None = None,  # None: made here
     on_images: Callable | None = None,  # see `generate_with_tracking`
+    score: bool = True,  # the same
 ) -> Rollout:
     "Sample a group for each prompt, next to each other. Kept in `last_rollout`."
     options = self.options
@@ -133,6 +135,7 @@ def sample(
         names=names or self.name_samples(prompts, sources, step),
         score_batch_size=options.step.micro_batch_size,
         on_images=on_images,
+        score=score,
         options=options.rollout,
     )
     return self.last_rollout

@@ -69,8 +69,8 @@ class Recorder:
         trainer.collect = self.collect
         trainer.optimizer.step = self.step
 
-    def collect(self, batch):
-        self.experiences.append(self.collect_as_usual(batch))
+    def collect(self, batch, score=True):
+        self.experiences.append(self.collect_as_usual(batch, score))
         return self.experiences[-1]
 
     @torch.no_grad()
