@@ -19,7 +19,7 @@ from ..maths.loss import compute_grpo_loss
 from . import checkpoints
 from .callbacks import Callback
 from .collector import Collector, callbacks_running, complete_trainer_options
-from .collector import unlearnt_batch_returns
+from .collector import needs_old_logprobs, unlearnt_batch_returns
 from .dashboard import callbacks_or_default, trainer_html
 from .experience import Experience, MiniBatch, deal_minibatches, of_policy
 from .interrupts import uncut
@@ -29,8 +29,7 @@ from .options import TrainerOptions
 from .ranks import Ranks, whole
 from .summary import agreement_of, require_agreement, summarise
 from .update import Tally, loss_counts, loss_options
-from .update import micro_batches, run_idle_passes, split_pieces
-from .update import with_old_logprobs
+from .update import micro_batches, run_idle_passes, split_pieces, with_old_logprobs
 
 
 def trained_parameters(policies: dict[str, Policy]) -> dict[str, list]:
@@ -101,25 +100,14 @@ def __repr__(self):
 @patch_to(MinimalGRPOTrainer)
 def train_step(self, batch: dict) -> dict[str, float]:
     "One step -> its metrics. batch: prompts, target_images, optional source_images, metadata."
-    return self.learn(self.collect(batch, self.needs_old_logprobs()))
+    return self.learn(self.collect(batch, at_once=True))
 
 
 @patch_to(MinimalGRPOTrainer)
-def collect(
-    self,
-    batch: dict,
-    score: bool = True,  # False: the update has the old log-probs of the tokens
-) -> Experience:
-    "Sample a group for each prompt, compute rewards and advantages. Changes no weight."
+def collect(self, batch: dict, at_once: bool = False) -> Experience:
+    "Sample groups, compute rewards and advantages; no weight changes. at_once: `learn` comes next."
+    score = not at_once or needs_old_logprobs(self.options.step, self.agreement)
     return self.collector.collect(batch, self.step, score)
-
-
-@patch_to(MinimalGRPOTrainer)
-def needs_old_logprobs(self) -> bool:
-    "Whether a step has several updates, or it is not yet known that scoring agrees with sampling."
-    step, known = self.options.step, self.agreement
-    one_update = step.updates_per_rollout == step.mini_batches == 1
-    return not one_update or known is None or bool(known.problem())
 
 
 @patch_to(MinimalGRPOTrainer)
@@ -275,7 +263,7 @@ def train_next(self, batches: Iterator[dict]) -> None:
     "The next step, and its callbacks. Ctrl+C during an update waits until they are done."
     taken = []
     self.ranks.agree(lambda: taken.append(as_batch(next(batches))))
-    experience = self.collect(taken[0], self.needs_old_logprobs())
+    experience = self.collect(taken[0], at_once=True)
     with uncut():
         metrics = self.learn(experience)
         for callback in self.callbacks:
