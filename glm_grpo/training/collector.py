@@ -74,13 +74,23 @@ class Collector:
         policy = next(iter(self.model.policies.values()))
         return next(iter(policy.parameters())).device
 
+# %% ../../nbs/5_training/08_collector.ipynb #c166898
+def needs_old_logprobs(
+    step: StepOptions,
+    agreement: Agreement | None,  # of sampling and scoring; None: not measured yet
+) -> bool:
+    "Whether the old log-probs must be computed before the update."
+    one_update = step.updates_per_rollout == step.mini_batches == 1
+    return not one_update or agreement is None or bool(agreement.problem())
+
 # %% ../../nbs/5_training/08_collector.ipynb #n012
 @patch_to(Collector)
 def collect(
     self,
     batch: dict,  # prompts, target_images, perhaps source_images, metadata; see `as_batch`
     step: int,  # training step: part of the name of the noise
-    score: bool = True,  # False: no old log-probs of the tokens, see `generate_with_tracking`
+    # of sampling and scoring, if an update comes next; None: it needs the old log-probs
+    agreement: Agreement | None = None,
 ) -> Experience:
     "Sample, compute rewards and advantages. UserError: the batch has no prompts."
     start, peak = time.perf_counter(), PeakMemory(self.device)
@@ -89,6 +99,7 @@ def collect(
     rows = repeat_rows(prompts, self.images_per_prompt)
     judge = BatchJudge(self.different, rows, batch, self.images_per_prompt)
     names = self.name_samples(prompts, sources, step)
+    score = needs_old_logprobs(self.options.step, agreement)
 
     def sample_and_judge():
         rollout = self.sample(prompts, sources, step, names, judge.add, score)
@@ -124,7 +135,7 @@ def sample(
     step: int,
     names: SampleNames | None = None,  # None: made here
     on_images: Callable | None = None,  # see `generate_with_tracking`
-    score: bool = True,  # the same
+    score: bool = True,  # False: no old log-probs of the tokens
 ) -> Rollout:
     "Sample a group for each prompt, next to each other. Kept in `last_rollout`."
     options = self.options
@@ -159,15 +170,6 @@ def compare(
         self.ranks,
         self.images_per_prompt,
     )
-
-# %% ../../nbs/5_training/08_collector.ipynb #c166898
-def needs_old_logprobs(
-    step: StepOptions,
-    agreement: Agreement | None,  # of sampling and scoring; None: not measured yet
-) -> bool:
-    "Whether the old log-probs must be computed before the update."
-    one_update = step.updates_per_rollout == step.mini_batches == 1
-    return not one_update or agreement is None or bool(agreement.problem())
 
 # %% ../../nbs/5_training/08_collector.ipynb #c2b8bf1
 @contextlib.contextmanager

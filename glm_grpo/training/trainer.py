@@ -19,7 +19,7 @@ from ..maths.loss import compute_grpo_loss
 from . import checkpoints
 from .callbacks import Callback
 from .collector import Collector, callbacks_running, complete_trainer_options
-from .collector import needs_old_logprobs, unlearnt_batch_returns
+from .collector import unlearnt_batch_returns
 from .dashboard import callbacks_or_default, trainer_html
 from .experience import Experience, MiniBatch, deal_minibatches, of_policy
 from .interrupts import uncut
@@ -106,8 +106,7 @@ def train_step(self, batch: dict) -> dict[str, float]:
 @patch_to(MinimalGRPOTrainer)
 def collect(self, batch: dict, at_once: bool = False) -> Experience:
     "Sample groups, compute rewards and advantages; no weight changes. at_once: `learn` comes next."
-    score = not at_once or needs_old_logprobs(self.options.step, self.agreement)
-    return self.collector.collect(batch, self.step, score)
+    return self.collector.collect(batch, self.step, self.agreement if at_once else None)
 
 
 @patch_to(MinimalGRPOTrainer)

@@ -99,7 +99,7 @@ class Tally:
         metrics: dict[str, Tensor],  # of the loss
     ) -> None:
         "Add the metrics of a piece."
-        entropy = -piece.old_logprobs.float().mean()
+        entropy = -piece.old_logprobs.float().contiguous().mean()  # the strides change the rounding
         self.metrics.append(metrics | {"entropy": entropy})
         self.sizes.append(new_logprobs.numel())
         gap = (new_logprobs.detach() - piece.old_logprobs).view(len(piece), -1)
