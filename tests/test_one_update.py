@@ -32,7 +32,7 @@ def tiny_run(component, reward, scores_always, monkeypatch):
         model, [BATCH], reward, group_size=4, learning_rate=1e-2, **options
     )
     if scores_always:
-        monkeypatch.setattr("glm_grpo.training.trainer.needs_old_logprobs", lambda *known: True)
+        monkeypatch.setattr("glm_grpo.training.collector.needs_old_logprobs", lambda *known: True)
     passes, score = [], model.compute_token_logprobs
 
     def counted(*args):
