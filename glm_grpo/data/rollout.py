@@ -126,13 +126,14 @@ class Samples:
     "What one policy learns from: the decisions of n samples, and their advantages."
 
     rollout: Rollout = per_row()  # one row per sample
-    old_logprobs: Tensor = per_row()  # [n, T] float32, under the policy that sampled
+    # [n, T] float32, under the policy that sampled; None: the update has them
+    old_logprobs: Tensor | None = per_row()
     group_size: int  # adjacent samples of a prompt, which are compared
     advantages: Tensor | None = per_row(default=None)  # [n], or [n, T] per decision
     counted: Tensor | None = per_row(default=None)  # [n] bool; False: not in the mean of the loss
 
     def __len__(self):
-        return len(self.old_logprobs)
+        return len(self.rollout)
 
     def rows(self, rows: slice | list[int]) -> "Samples":
         "Samples with some of the rows."
@@ -143,10 +144,12 @@ class Samples:
         return replace(self, advantages=advantages, counted=counted)
 
     def __repr__(self):
-        size = " x ".join(map(str, self.old_logprobs.shape))
+        size = f"{len(self)} samples"
+        if self.old_logprobs is not None:
+            size = " x ".join(map(str, self.old_logprobs.shape)) + " decisions"
         groups = f"groups of {self.group_size}"
         judged = "without" if self.advantages is None else "with"
-        return f"Samples({size} decisions, {groups}, {judged} advantages; of {self.rollout!r})"
+        return f"Samples({size}, {groups}, {judged} advantages; of {self.rollout!r})"
 
 # %% ../../nbs/2_data/07_rollout.ipynb #n017
 class Policy:

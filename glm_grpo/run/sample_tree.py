@@ -89,6 +89,11 @@ def sample_tree(
     size, groups = samples.group_size, len(samples) // samples.group_size
     if not 0 <= group < groups:
         raise UserError(f"group {group}: the step has {groups} groups, 0 to {groups - 1}.")
+    if samples.old_logprobs is None:
+        raise UserError(
+            "the step has no old log-probs: it took them from its update. Run the step as "
+            "experience = trainer.collect(batch); trainer.learn(experience)."
+        )
     first = group * size
     own = samples.rows(slice(first, first + size))
     per_sample = len(experience.rollout) // len(samples)  # images

@@ -29,7 +29,7 @@ from .options import TrainerOptions
 from .ranks import Ranks, whole
 from .summary import agreement_of, require_agreement, summarise
 from .update import Tally, loss_counts, loss_options
-from .update import micro_batches, run_idle_passes, split_pieces
+from .update import micro_batches, run_idle_passes, split_pieces, with_old_logprobs
 
 
 def trained_parameters(policies: dict[str, Policy]) -> dict[str, list]:
@@ -100,13 +100,13 @@ def __repr__(self):
 @patch_to(MinimalGRPOTrainer)
 def train_step(self, batch: dict) -> dict[str, float]:
     "One step -> its metrics. batch: prompts, target_images, optional source_images, metadata."
-    return self.learn(self.collect(batch))
+    return self.learn(self.collect(batch, at_once=True))
 
 
 @patch_to(MinimalGRPOTrainer)
-def collect(self, batch: dict) -> Experience:
-    "Sample a group for each prompt, compute rewards and advantages. Changes no weight."
-    return self.collector.collect(batch, self.step)
+def collect(self, batch: dict, at_once: bool = False) -> Experience:
+    "Sample groups, compute rewards and advantages; no weight changes. at_once: `learn` comes next."
+    return self.collector.collect(batch, self.step, self.agreement if at_once else None)
 
 
 @patch_to(MinimalGRPOTrainer)
@@ -206,9 +206,10 @@ def accumulate(self, name: str, batch: MiniBatch) -> Tally:
     beta = grpo.beta if batch.teaches else 0.0
     batches = micro_batches(samples, self.options.step.micro_batch_size, skip_idle=not beta)
     pieces = split_pieces(policy, batches, grpo.importance_sampling_level == "sequence")
-    passes, tally = self.ranks.most_passes(len(pieces)), Tally(batch.samples)
+    passes, tally = self.ranks.most_passes(len(pieces)), Tally()
     for i, piece in pieces:
         new, reference = self.score(policy, piece, beta)
+        piece = with_old_logprobs(piece, new)
         loss, metrics = compute_grpo_loss(
             new,
             piece.old_logprobs,
@@ -261,7 +262,7 @@ def train_next(self, batches: Iterator[dict]) -> None:
     "The next step, and its callbacks. Ctrl+C during an update waits until they are done."
     taken = []
     self.ranks.agree(lambda: taken.append(as_batch(next(batches))))
-    experience = self.collect(taken[0])
+    experience = self.collect(taken[0], at_once=True)
     with uncut():
         metrics = self.learn(experience)
         for callback in self.callbacks:

@@ -73,8 +73,8 @@ class Recorder:
         trainer.collect = self.collect
         trainer.optimizer.step = self.step
 
-    def collect(self, batch):
-        self.experiences.append(self.collect_as_usual(batch))
+    def collect(self, batch, at_once=False):
+        self.experiences.append(self.collect_as_usual(batch, at_once))
         return self.experiences[-1]
 
     @torch.no_grad()
