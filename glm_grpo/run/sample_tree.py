@@ -82,18 +82,10 @@ def sample_tree(
 ) -> SampleTree:
     "One group of a training step, scored with the weights of now. Raises UserError."
     policy = policy or next(iter(experience.samples))
-    if policy not in experience.samples:
-        known = ", ".join(experience.samples)
-        raise UserError(f"policy {policy}: the step has no samples of it. It has those of {known}.")
-    samples = experience.samples[policy]
+    samples = _scored_samples(experience, policy)
     size, groups = samples.group_size, len(samples) // samples.group_size
     if not 0 <= group < groups:
         raise UserError(f"group {group}: the step has {groups} groups, 0 to {groups - 1}.")
-    if samples.old_logprobs is None:
-        raise UserError(
-            "the step has no old log-probs: it took them from its update. Run the step as "
-            "experience = trainer.collect(batch); trainer.learn(experience)."
-        )
     first = group * size
     own = samples.rows(slice(first, first + size))
     per_sample = len(experience.rollout) // len(samples)  # images
@@ -115,6 +107,20 @@ def sample_tree(
         clip_range=clip_range,
         lay_out=lambda values: policies[policy].lay_out(own.rollout, values),
     )
+
+
+def _scored_samples(experience: Experience, policy: str) -> Samples:
+    "The policy's samples. UserError: there are none, or they have no old log-probs."
+    if policy not in experience.samples:
+        known = ", ".join(experience.samples)
+        raise UserError(f"policy {policy}: the step has no samples of it. It has those of {known}.")
+    samples = experience.samples[policy]
+    if samples.old_logprobs is None:
+        raise UserError(
+            "the step has no old log-probs: it took them from its update. Run the step as "
+            "experience = trainer.collect(batch); trainer.learn(experience)."
+        )
+    return samples
 
 
 @torch.no_grad()
