@@ -57,8 +57,11 @@ class BufferedNorm:
         self,
         x: np.ndarray,  # [N, H] float32
     ) -> np.ndarray:  # [N, H], until the next call
-        mean_square = np.vecdot(x, x) / len(self.weight)
-        np.divide(x, np.sqrt(mean_square + self.epsilon)[:, None], out=self.out)
+        rms = np.vecdot(x, x)
+        rms /= x.shape[1]
+        rms += self.epsilon
+        np.sqrt(rms, out=rms)
+        np.divide(x, rms[:, None], out=self.out)
         self.out *= self.weight
         return self.out
 
@@ -67,13 +70,13 @@ def attend(
     queries: np.ndarray,  # [N, G, queries per key head, D] float32
     keys: np.ndarray,  # [N, G, S, D]
     values: np.ndarray,  # [N, G, S, D]
-    bias: np.ndarray | None,  # [N, 1, 1, S]: 0, or -inf where a query must not attend
+    bias: np.ndarray | None,  # [N, 1, 1, L] of the first L columns: 0, or -inf to mask
     scale: float,  # of the scores
 ) -> np.ndarray:  # as queries
     "Softmax attention as two batched products of NumPy, on one thread."
     scores = np.matmul(queries * scale, keys.swapaxes(2, 3))
     if bias is not None:
-        scores += bias
+        scores[..., : bias.shape[-1]] += bias
     shares = torch.from_numpy(scores).softmax(-1).numpy()
     return np.matmul(shares, values)
 
@@ -87,7 +90,9 @@ def attend_on_threads(
 ) -> np.ndarray:
     "The same with PyTorch's attention, on all its threads."
     q, k, v = map(torch.from_numpy, (queries, keys, values))
-    mask = None if bias is None else torch.from_numpy(bias)
+    mask = None
+    if bias is not None:
+        mask = F.pad(torch.from_numpy(bias), (0, k.shape[2] - bias.shape[-1]))
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale).numpy()
 
 
@@ -167,8 +172,7 @@ class NumPyStep:
         self.attend = choose_attention(torch.get_num_threads())
         self.bias = None
         if not mask.all():
-            visible = F.pad(mask.bool(), (0, T), value=True)
-            self.bias = np.where(visible, 0, -np.inf).astype(np.float32)[:, None, None]
+            self.bias = np.where(mask, 0, -np.inf).astype(np.float32)[:, None, None]
         self.gated = torch.empty(N, self.layers[0].gate_up.out.shape[1] // 2)
 
     def logits(
@@ -208,6 +212,6 @@ def _attend(self, number, qkv, step):
     keys[:, :, column], values[:, :, column] = qkv[:, -2 * G : -G], qkv[:, -G:]
     filled = slice(column + 1)
     queries = qkv[:, : -2 * G].reshape(N, G, -1, D)
-    bias = None if self.bias is None else self.bias[..., filled]
-    out = self.attend(queries, keys[:, :, filled], values[:, :, filled], bias, self.scale)
+    seen = keys[:, :, filled], values[:, :, filled]
+    out = self.attend(queries, *seen, self.bias, self.scale)
     return out.reshape(N, -1)
