@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['BufferedProduct', 'BufferedNorm', 'attend', 'attend_on_threads', 'choose_attention', 'rotate_array_',
-           'buffered_parts', 'with_room', 'NumPyStep']
+           'buffered_parts', 'share_buffers', 'with_room', 'NumPyStep']
 
 # %% ../../nbs/3_model/05a_numpy_step.ipynb #c2bceaf
 import numpy as np
@@ -135,6 +135,14 @@ def buffered_parts(
     )
 
 
+def share_buffers(layers: list[LayerParts]) -> None:
+    "All layers write where the first one writes: this memory stays in the processor's cache."
+    for layer in layers[1:]:
+        for name, part in vars(layer).items():
+            if hasattr(part, "out"):
+                part.out = getattr(layers[0], name).out
+
+
 def with_room(
     tensor: Tensor,  # [P, G, L, D]: keys or values of the prompts
     prompt_index: Tensor,  # [N] int64
@@ -162,6 +170,7 @@ class NumPyStep:
         N, (self.start, T) = len(prompt_index), (mask.shape[1], len(rotations))
         self.embed = text_model.embed_tokens
         self.layers = [buffered_parts(layer, N) for layer in text_model.layers]
+        share_buffers(self.layers)
         self.norm = BufferedNorm(text_model.norm, N)
         weight, _ = weight_and_bias(model.lm_head)
         self.head = weight[: self.K].detach().T.contiguous()
