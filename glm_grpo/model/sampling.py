@@ -13,6 +13,7 @@ from transformers import DynamicCache
 
 from ..data.basics import UserError, patch_to
 from .nucleus import pack_kept, sample_token_ids
+from .numpy_step import NumPyStep
 from .padding import trim, visibility
 from .products import LayerParts, joint_product, rms_norm
 from .replay import Recorder, StepCounter, recorder_for, repeat
@@ -131,11 +132,17 @@ class SamplingLoop:
         last_hidden, prefilled = prefill(self.text_model, inputs)
         self.hidden = last_hidden[prompt_index]  # [N, H], what the head reads next
         self.counter = StepCounter(fixed_shapes, inputs.attention_mask.device)
-        self.cache = KVCache(prefilled, inputs, prompt_index, self.counter)
         self.rotations = rotation_table(
             self.text_model, self.hidden, inputs.decode_position_ids, prompt_index
         )
+        self.numpy_step = None  # on a CPU in float32, in place of all that follows
         merge = not fixed_shapes and self.hidden.dtype == torch.float32
+        if merge and self.hidden.device.type == "cpu":
+            mask = inputs.attention_mask[prompt_index]
+            args = model, prefilled, prompt_index, mask, self.rotations
+            self.numpy_step = NumPyStep(*args)
+            return
+        self.cache = KVCache(prefilled, inputs, prompt_index, self.counter)
         self.layers = [LayerParts.of(layer, merge) for layer in self.text_model.layers]
         self.norm = rms_norm(self.text_model.norm)
         self.scale = self.text_model.layers[0].self_attn.scaling
@@ -143,6 +150,8 @@ class SamplingLoop:
 
     def logits(self) -> Tensor:  # [N, K] float32
         "Logits of the next token, without the outputs that are not image tokens."
+        if self.numpy_step:
+            return self.numpy_step.logits(self.hidden)
         return self.head(self.hidden)[:, : self.K].float()
 
 # %% ../../nbs/3_model/06_sampling.ipynb #c032
@@ -152,6 +161,11 @@ def advance(
     ids: Tensor,  # [N] int64, the tokens just sampled
 ) -> None:
     "Run the sampled tokens through all layers, without reading a tensor's value in Python."
+    if self.numpy_step:
+        hidden = self.numpy_step.advance(ids, self.counter.step)
+        self.hidden.copy_(torch.from_numpy(hidden))
+        self.counter.advance()
+        return
     rotation = self.counter.take(self.rotations, 0).unbind()
     self.cache.open_column()
     x = self.text_model.embed_tokens(ids)
