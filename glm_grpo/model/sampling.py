@@ -135,9 +135,9 @@ class SamplingLoop:
         self.rotations = rotation_table(
             self.text_model, self.hidden, inputs.decode_position_ids, prompt_index
         )
-        self.numpy_step = None  # on a CPU in float32, in place of all that follows
+        self.numpy_step = None  # on one or two threads of a CPU, in place of all that follows
         merge = not fixed_shapes and self.hidden.dtype == torch.float32
-        if merge and self.hidden.device.type == "cpu":
+        if merge and self.hidden.device.type == "cpu" and torch.get_num_threads() <= 2:
             mask = inputs.attention_mask[prompt_index]
             args = model, prefilled, prompt_index, mask, self.rotations
             self.numpy_step = NumPyStep(*args)
