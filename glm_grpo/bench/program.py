@@ -108,7 +108,7 @@ def _add_learning(parser):
 
 # %% ../../nbs/7_bench/09_bench.ipynb #n007
 def make_parser() -> argparse.ArgumentParser:
-    "Of the command line."
+    "The parser of the command line."
     parser = argparse.ArgumentParser(
         prog="python -m glm_grpo.bench",
         allow_abbrev=False,
@@ -121,8 +121,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--cpu_time",
         action="store_true",
-        help="count seconds of the processor, not of the clock: for a CPU that is busy with "
-        "other things, too",
+        help="count seconds of the processor, not of the clock: for a CPU that other programs "
+        "use, too",
     )
     parser.add_argument("--device", help="cuda, mps or cpu (default: the best one available)")
     return parser

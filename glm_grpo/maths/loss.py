@@ -66,7 +66,7 @@ def policy_log_ratio(
 
 # %% ../../nbs/1_maths/03_loss.ipynb #n030
 def reduce_decisions(
-    values: Tensor,  # [N, T]
+    values: Tensor,  # [N, T], or [N, 1]: one for all decisions of a sample
     mask: Tensor,  # [N, T], 1 for a decision that counts, else 0
     loss_type: str = "grpo",  # one of `LOSS_TYPES`
     max_length: int | None = None,  # dr_grpo: the longest possible number of decisions; None: T
@@ -84,7 +84,7 @@ def reduce_decisions(
         return total / mask.sum().clamp(min=1)
     samples = len(values) if num_samples is None else num_samples
     if loss_type == "dr_grpo":
-        return total / (samples * (max_length or values.shape[1]))
+        return total / (samples * (max_length or mask.shape[1]))
     mean_of_sample = (values * mask).sum(1) / mask.sum(1).clamp(min=1)
     return mean_of_sample.sum() / samples
 
@@ -105,14 +105,12 @@ def kl_estimate(
     raise ValueError(f"kl_estimator '{kl_estimator}': want k1, k2 or k3")
 
 # %% ../../nbs/1_maths/03_loss.ipynb #n042
-def _check_options(loss_type, importance_sampling_level, beta, ref_logprobs, kl):
+def _check_options(loss_type, level, beta, ref_logprobs, kl):
     "ValueError: an unknown name, or a KL without a reference."
     if loss_type not in LOSS_TYPES:
         raise ValueError(f"loss_type '{loss_type}': want one of {' '.join(LOSS_TYPES)}")
-    if importance_sampling_level not in ("token", "sequence"):
-        raise ValueError(
-            f"importance_sampling_level '{importance_sampling_level}': want token or sequence"
-        )
+    if level not in ("token", "sequence"):
+        raise ValueError(f"importance_sampling_level '{level}': want token or sequence")
     if beta and ref_logprobs is None and kl is None:
         raise ValueError("beta is not 0, so ref_logprobs (or kl) are needed")
 
@@ -122,19 +120,18 @@ def _check_shapes(new_logprobs, others):
     shape = tuple(new_logprobs.shape)
     for name, values in others.items():
         if values is not None and values.shape != new_logprobs.shape:
-            raise ValueError(
-                f"{name} {tuple(values.shape)} and new_logprobs {shape} must have one shape"
-            )
+            got = tuple(values.shape)
+            raise ValueError(f"{name} {got} and new_logprobs {shape} must have one shape")
 
 
-def _check_advantages(advantages, new_logprobs, importance_sampling_level):
+def _check_advantages(advantages, new_logprobs, level):
     "ValueError: neither one advantage per sample nor one per decision."
     shape, got = tuple(new_logprobs.shape), tuple(advantages.shape)
     if len(shape) not in (1, 2) or got not in (shape[:1], shape):
         raise ValueError(
             f"want new_logprobs [N] or [N, T] and advantages [N] or [N, T], got {shape} and {got}"
         )
-    if importance_sampling_level == "sequence" and len(got) == 2 and got[1] > 1:
+    if level == "sequence" and len(got) == 2 and got[1] > 1:
         raise ValueError(
             f"advantages {got}: importance_sampling_level sequence has one ratio per sample, "
             "so it needs one advantage per sample, [N]. Use importance_sampling_level token."
@@ -143,11 +140,8 @@ def _check_advantages(advantages, new_logprobs, importance_sampling_level):
 # %% ../../nbs/1_maths/03_loss.ipynb #n045
 def _counted(mask: Tensor | None, new_logprobs: Tensor) -> Tensor:
     "Which decisions count, [N, T] bool on the log-probs' device."
-    if mask is None:
-        counted = torch.ones_like(new_logprobs, dtype=torch.bool)
-    else:
-        counted = mask.to(new_logprobs.device).bool()
-    return counted.reshape(len(counted), -1)
+    mask = torch.ones_like(new_logprobs) if mask is None else mask.to(new_logprobs.device)
+    return mask.bool().reshape(len(mask), -1)
 
 
 def _table(values: Tensor, counted: Tensor, dtype: torch.dtype) -> Tensor:
@@ -194,8 +188,7 @@ def _loss_metrics(loss, log_ratio, is_clipped, advantages, kl, mask) -> Tensor:
     ratio_weights = mask if ratio.shape == mask.shape else torch.ones_like(ratio)
     ratio_stats = _mean_and_std(ratio, ratio_weights)
     clip_fraction, _ = _mean_and_std(is_clipped.to(mask.dtype), ratio_weights)
-    advantage_weights = mask if advantages.dim() == 2 else None
-    advantage_stats = _mean_and_std(advantages, advantage_weights)
+    advantage_stats = _mean_and_std(advantages, mask if advantages.dim() == 2 else None)
     kl_mean, _ = _mean_and_std(kl, mask)
     return torch.stack([loss, *ratio_stats, clip_fraction, *advantage_stats, kl_mean])
 
@@ -208,16 +201,14 @@ def compute_grpo_loss(  # noqa: PLR0913 (the public interface)
     *,
     mask: Tensor | None = None,  # the same shape, 1 or True: the decision counts; None: all
     loss_type: str = "grpo",  # how to clip and average: one of `LOSS_TYPES`
-    # a ratio per decision ("token") or per sample ("sequence", GSPO)
-    importance_sampling_level: str = "token",
+    importance_sampling_level: str = "token",  # a ratio per decision; "sequence": per sample (GSPO)
     # the ratio is clipped at 1 + this; None: clip_range; cispo: ceiling of the ratio (5 is usual)
     clip_range_high: float | None = None,
     delta: float | None = None,  # bound of the ratio in the unclipped term
     max_length: int | None = None,  # dr_grpo: the longest possible number of decisions; None: T
     beta: float = 0.0,  # weight of the KL to the reference policy
     ref_logprobs: Tensor | None = None,  # the same shape: of the reference policy
-    # the same shape, with gradient: the KL of each decision where it is known exactly;
-    # then ref_logprobs are not needed
+    # the same shape, with gradient: the exact KL of each decision, in place of ref_logprobs
     kl: Tensor | None = None,
     kl_estimator: str = "k3",  # "k1", "k2" or "k3", see `kl_estimate`
     bias_correction_kl: bool = False,  # multiply the estimated KL by the ratio
@@ -251,7 +242,6 @@ def compute_grpo_loss(  # noqa: PLR0913 (the public interface)
     kl = _decision_kl(new, log_ratio, counted, kl, ref_logprobs, kl_estimator, bias_correction_kl)
     if beta:
         losses = losses + beta * kl
-    losses = losses.expand_as(new)
     loss = reduce_decisions(losses, weights, loss_type, max_length, num_decisions, num_samples)
 
     with torch.no_grad():

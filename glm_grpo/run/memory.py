@@ -57,7 +57,7 @@ def weights(self: MemoryEstimate) -> int:
 
 @patch_to(MemoryEstimate)
 def asleep(self: MemoryEstimate, half: str) -> int:
-    "Frozen numbers of a half that wait on the host while the other one works."
+    "Frozen weights of a half that are on the host while the other one works."
     if not self.config.model.offload:
         return 0
     trains = 0 if self.config.model.lora else self.trained.get(half, 0)
@@ -66,7 +66,7 @@ def asleep(self: MemoryEstimate, half: str) -> int:
 
 @patch_to(MemoryEstimate)
 def resting(self: MemoryEstimate) -> int:
-    "What is not on the device in the update, at least."
+    "Weights that are not on the device during the update, at least."
     component = self.config.model.component
     if component == "both":
         return min(self.asleep("ar"), self.asleep("dit"))
@@ -209,12 +209,12 @@ def parts(self: MemoryEstimate) -> dict[str, int]:
     }
     passing = {
         "gradients": 4 * trained // share,
-        "drawing": self.sampling(),
+        "sampling": self.sampling(),
         "activations": max(self.activations_of(half) for half in self.trained),
     }
     kept_bytes = sum(kept.values())
     peaks = {
-        "sampling_peak": kept_bytes + passing["drawing"],
+        "sampling_peak": kept_bytes + passing["sampling"],
         "update_peak": kept_bytes + passing["gradients"] + passing["activations"],
     }
     return kept | passing | peaks | {"peak": max(peaks.values())}

@@ -41,7 +41,7 @@ class OutOfTime(Exception):
 def time_limit(
     seconds: float,
 ) -> Iterator[None]:
-    "OutOfTime when a module is called after so many seconds."
+    "OutOfTime: a module is called after so many seconds."
     end = time.monotonic() + seconds
 
     def look(module, inputs):
@@ -56,7 +56,7 @@ def time_limit(
 
 # %% ../../nbs/6_run/17_plan.ipynb #n005
 def as_if_rewards_differed(samples: Samples) -> Samples:
-    "All samples teach, so that all are scored again."
+    "Give all samples an advantage, so that the update scores all of them."
     advantages, counted = samples.advantages, samples.counted
     return samples.with_advantages(torch.ones_like(advantages), torch.ones_like(counted))
 
@@ -149,10 +149,12 @@ def dit_flop(estimate: MemoryEstimate) -> float:
 def step_work(estimate: MemoryEstimate) -> dict[str, float]:
     "What each phase of a training step takes on one GPU: bytes of tokens and offload, else FLOP."
     config, options = estimate.config, estimate.config.rollout
+    training = config.training
     samples, images = estimate.token_samples(), estimate.images
     calls = -(-samples // (options.token_batch_size or samples))
     passes = 2 + config.model.gradient_checkpointing + (not config.model.lora)
-    passes *= config.training.updates_per_rollout
+    passes *= training.updates_per_rollout
+    one_update = training.updates_per_rollout == training.mini_batches == 1
     noisy = max(0, options.num_inference_steps - 1)
     decisions = min(options.window or noisy, noisy)
     token_flop = samples * ar_flop(estimate) if "ar" in estimate.trained else 0
@@ -161,7 +163,7 @@ def step_work(estimate: MemoryEstimate) -> dict[str, float]:
     return {
         "tokens": calls * estimate.new_tokens * decode_bytes(estimate),
         "denoising": image_flop * options.num_inference_steps,
-        "scoring": token_flop,
+        "scoring": 0 if one_update else token_flop,  # with one update it gives them itself
         "update": (token_flop + learnt) * passes,
         "offload": (estimate.asleep("ar") + estimate.asleep("dit")) * estimate.bytes,
     }
@@ -206,7 +208,7 @@ def longest_prompt(
 
 # %% ../../nbs/6_run/17_plan.ipynb #n014
 def describe_model(config: Config, total: int, dtype: torch.dtype, trained: dict) -> str:
-    "How many numbers it has, and how many of them train."
+    "How many weights it has, and how many of them train."
     model = config.model
     parts = ", ".join(f"{half} {n:,}" for half, n in trained.items())
     lora = f" (LoRA of rank {model.lora_rank})" if model.lora else ""
@@ -234,7 +236,7 @@ def describe_memory(memory: dict, device: torch.device) -> str:
     counted = {k: v for k, v in memory.items() if not k.endswith("peak") and v}
     parts = ", ".join(f"{k} {in_bytes(v)}" for k, v in counted.items())
     return (
-        f"about {in_bytes(memory['peak'])} on {device}: {parts}; drawing and update (gradients, "
+        f"about {in_bytes(memory['peak'])} on {device}: {parts}; sampling and update (gradients, "
         "activations) come one after the other; keep a tenth free"
     )
 
@@ -242,7 +244,7 @@ def describe_memory(memory: dict, device: torch.device) -> str:
 LESS_MEMORY = (
     "Lower training.micro_batch_size, rollout.batch_size and rollout.token_batch_size, set "
     "model.gradient_checkpointing true, model.torch_dtype bfloat16 or model.offload true; "
-    "the files in configs/ say in their names and comments which GPU they fit"
+    "the names and comments of the files in configs/ give the GPU that each fits"
 )
 
 
@@ -293,7 +295,7 @@ def time_it(
     say: Callable[[str, str], None],
     limit: float = 30.0,  # seconds
 ) -> float | None:  # None: it took too long
-    "Estimate the time, and say before that it takes a moment."
+    "Estimate the time, after a line that announces it."
     training = config.training
     group = config.reward.grpo.num_samples
     say("timing", f"one group of {group} samples, twice, at most {limit:.0f} s")
