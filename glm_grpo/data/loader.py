@@ -86,7 +86,7 @@ def load_state_dict(
     state: dict,  # from `state_dict`, of any rank
 ) -> None:
     """Continue from a state.
-    UserError: the number of prompts, the batch size or the seed differs, or it is no state."""
+    UserError: the number of prompts, the batch size or the seed differs, or it is no such state."""
     wanted = {"batches", *_STATE_NAMES}
     if not isinstance(state, dict) or not all(type(state.get(key)) is int for key in wanted):
         raise UserError(

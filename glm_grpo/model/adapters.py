@@ -61,7 +61,7 @@ def lora_options(
         given = {name: value for name, value in lora.items() if value is not None}
         lora = LoraOptions(**given)
     if not isinstance(lora, LoraOptions) or lora.rank < 1 or not lora.alpha > 0:
-        raise UserError(f"lora {lora}: want a rank of at least 1 and a positive alpha.")
+        raise UserError(f"lora {lora}: it needs a rank of at least 1 and a positive alpha.")
     return lora
 
 # %% ../../nbs/3_model/13_adapters.ipynb #n011
@@ -245,7 +245,7 @@ def check_finite_weights(
     for name, weight in weights.items():
         if not weight.isfinite().all():
             raise UserError(
-                f"{file}: {name} holds numbers that are not finite. Take an older checkpoint, "
+                f"{file}: {name} contains NaN or infinity. Take an older checkpoint, "
                 "and train on with a lower learning rate."
             )
 

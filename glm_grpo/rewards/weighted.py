@@ -71,7 +71,7 @@ def _dismiss(jobs, thread, current=threading.current_thread):
 
 
 class Worker:
-    "A thread that makes calls one after the other. It ends when nobody holds the worker any more."
+    "A thread that makes calls one after the other. It ends when the worker is garbage-collected."
 
     def __init__(self, name: str):
         self.jobs = queue.SimpleQueue()

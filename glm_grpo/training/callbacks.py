@@ -268,9 +268,9 @@ def _start_tracker(name, output_dir, step):
 
 
 def _cannot_start(name, output_dir, error):
-    advice = "Fix that, or leave this tracker out."
+    advice = "Fix it, or leave this tracker out."
     if name == "tensorboard":
-        advice = f"Look whether {output_dir / 'logs'} is a folder that can be written."
+        advice = f"Check that {output_dir / 'logs'} is a folder that can be written."
     reason = f"{type(error).__name__}: {str(error).rstrip('.')}"
     return UserError(f"training.trackers {name}: it cannot start ({reason}). {advice}")
 

@@ -216,7 +216,7 @@ def load_state_dict(
     memory: dict,  # AdamW's, with whole tensors
     masters: list[Tensor],  # the float32 copies; empty: there are none
 ) -> None:
-    """Load AdamW's memory and the float32 copies. Learning rates and other settings stay.
+    """Load AdamW's state and the float32 copies. Learning rates and other settings stay.
     ValueError: another number of float32 copies."""
     for p, saved in zip(self.masters or (), masters, strict=True):
         p.data.copy_(cut_like(saved, p))
@@ -232,7 +232,7 @@ def load_state_dict(
 
 
 def _cut_state(saved, weight):
-    """AdamW's memory of one weight, cut as that weight is; numbers such as the step stay. Copies,
+    """AdamW's state of one weight, cut as that weight is; numbers such as the step stay. Copies,
     because the saved tensors may be mapped from a file."""
     cut = {}
     for name, value in saved.items():

@@ -71,4 +71,4 @@ def rescue_steps(
         if not there:
             return f" Nothing is saved: {e}"
         path, said = there[0], " The newest checkpoint is intact"
-    return f"{said}; go on with: {again(path)}"
+    return f"{said}; continue with: {again(path)}"
