@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['HEALTH', 'save_figure', 'is_pass_or_fail', 'BeforeAfterFigure', 'before_after_figure', 'running_mean',
-           'reward_curve_figure', 'of_policies', 'health_curves', 'draw_rewards', 'step_charts', 'alarm_picture']
+           'reward_curve_figure', 'of_policies', 'is_flat', 'health_curves', 'draw_rewards', 'step_charts',
+           'alarm_picture']
 
 # %% ../../nbs/6_run/07_figures.ipynb #n005
 import base64
@@ -199,12 +200,21 @@ def of_policies(lines: Sequence[dict], name: str) -> dict[str, list[float]]:
     return found
 
 
+def is_flat(values: Sequence[float]) -> bool:
+    "Whether the finite values are equal up to rounding (or missing): a curve would show nothing."
+    finite = [value for value in values if math.isfinite(value)]
+    if not finite:
+        return True
+    low, high = min(finite), max(finite)
+    return high - low <= 1e-6 * max(abs(low), abs(high))
+
+
 def health_curves(lines: Sequence[dict]) -> dict[str, dict[str, list[float]]]:
-    "Title -> policy -> value per step, of the metrics of HEALTH that are not 0 at every step."
+    "Title -> policy -> value per step, of the metrics of HEALTH that are not flat."
     curves = {}
     for name, title in HEALTH.items():
         found = of_policies(lines, name)
-        if any(any(values) for values in found.values()):
+        if not all(is_flat(values) for values in found.values()):
             curves[title] = found
     return curves
 
