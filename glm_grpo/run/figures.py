@@ -58,9 +58,11 @@ class BeforeAfterFigure:
         self.columns = min(3 if after else 6, self.number)
         images = bool(self.sources) + len(self.shown)  # per prompt
         self.width = images + 1  # and a narrow empty column
-        self.texts = [self.wrapped(prompt, images) for prompt in before["prompts"][: self.number]]
-        rows = -(-self.number // self.columns)
-        below = 0.1 + 0.17 * max(text.count("\n") + 1 for text in self.texts)  # inches of text
+        shown_prompts = before["prompts"][: self.number]
+        self.texts = [self.wrapped(prompt, images) for prompt in shown_prompts]
+        rows = math.ceil(self.number / self.columns)
+        text_lines = max(text.count("\n") + 1 for text in self.texts)
+        below = 0.1 + 0.17 * text_lines  # inches
         height = rows * (1.5 + below + 0.25) + 0.3
         self.figure = Figure(figsize=(self.columns * (1.5 * images + 0.2), height))
         self.grid = self.figure.add_gridspec(
@@ -82,7 +84,8 @@ class BeforeAfterFigure:
 # %% ../../nbs/6_run/07_figures.ipynb #n007
 @patch_to(BeforeAfterFigure)
 def title(self: BeforeAfterFigure) -> str:
-    means = " \u2192 ".join(f"{result['reward_mean']:.3f}" for result in self.results)
+    rewards = [f"{result['reward_mean']:.3f}" for result in self.results]
+    means = " \u2192 ".join(rewards)
     if len(self.results) == 1:
         return f"mean reward {means}"
     prompts, images = len(self.before["prompts"]), self.before["pictures"]
@@ -93,7 +96,8 @@ def title(self: BeforeAfterFigure) -> str:
 @patch_to(BeforeAfterFigure)
 def axes(self: BeforeAfterFigure, prompt: int, column: int):
     row, place = divmod(prompt, self.columns)
-    ax = self.figure.add_subplot(self.grid[row, place * self.width + column])
+    cell = self.grid[row, place * self.width + column]
+    ax = self.figure.add_subplot(cell)
     ax.axis("off")
     return ax
 
@@ -173,7 +177,8 @@ def reward_curve_figure(
     curves = health_curves(lines)
     figure = Figure(figsize=(8, 5 if curves else 3), layout="constrained")
     rows = figure.add_gridspec(2 if curves else 1, max(1, len(curves)))
-    draw_rewards(figure.add_subplot(rows[0, :]), steps, lines, {"before": before, "after": after})
+    levels = {"before": before, "after": after}
+    draw_rewards(figure.add_subplot(rows[0, :]), steps, lines, levels)
     for column, (title, found) in enumerate(curves.items()):
         ax = figure.add_subplot(rows[1, column])
         for policy, values in found.items():
@@ -224,11 +229,13 @@ def draw_rewards(ax, steps: list[int], lines: list[dict], levels: dict[str, dict
     values = [line["reward_mean"] for line in lines]
     width = max(1, len(lines) // 10)
     ax.plot(steps, values, color="C0", alpha=0.35, lw=1, label="training prompts, each step")
-    ax.plot(steps, running_mean(values, width), color="C0", label=f"mean of {width} steps")
+    means = running_mean(values, width)
+    ax.plot(steps, means, color="C0", label=f"mean of {width} steps")
     for (name, result), colour in zip(levels.items(), ("C3", "C2")):
         if result:
             mean = result["reward_mean"]
-            label = f"{prompts_label(result).removesuffix(' prompts')}, {name}: {mean:.3f}"
+            kind = prompts_label(result).removesuffix(" prompts")
+            label = f"{kind}, {name}: {mean:.3f}"
             ax.axhline(mean, color=colour, ls="--", lw=1.2, label=label)
     ax.set(xlabel="step", ylabel="mean reward")
     ax.legend(fontsize=9)
@@ -241,12 +248,17 @@ def _points(
     high: float,
 ) -> str:
     "The points of a polyline in the box (60, 8) to (312, 118)."
+    first, last = steps[0], steps[-1]
     points = []
     for step, value in zip(steps, values):
-        if math.isfinite(value):
-            x = 60 + 252 * (step - steps[0]) / (steps[-1] - steps[0])
-            y = 118 - 110 * ((value - low) / (high - low) if high > low else 0.5)
-            points.append(f"{x:.1f},{y:.1f}")
+        if not math.isfinite(value):
+            continue
+        height = 0.5  # of a constant curve
+        if high > low:
+            height = (value - low) / (high - low)
+        x = 60 + 252 * (step - first) / (last - first)
+        y = 118 - 110 * height
+        points.append(f"{x:.1f},{y:.1f}")
     return " ".join(points)
 
 
@@ -262,7 +274,8 @@ def _chart(
     low, high = min(finite), max(finite)
     drawn, names = [], []
     for name, (kind, values) in curves.items():
-        drawn.append(f'<polyline class="{kind}" points="{_points(steps, values, low, high)}"/>')
+        points = _points(steps, values, low, high)
+        drawn.append(f'<polyline class="{kind}" points="{points}"/>')
         names.append(f'<span class="{kind}">{name}</span>' if name else "")
     return (
         f'<figure><svg viewBox="0 0 320 140" role="img" aria-label="{title} over the steps">'
@@ -288,8 +301,11 @@ def step_charts(
             curves[f"mean of {width} steps"] = ("c0", running_mean(rewards, width))
         charts.append(_chart("Reward on training prompts:", steps, curves))
     for title, found in health_curves(lines).items():
-        curves = {policy: (f"c{i % 2}", values) for i, (policy, values) in enumerate(found.items())}
-        charts.append(_chart(title[0].upper() + title[1:], steps, curves))
+        curves = {}
+        for colour, (policy, values) in zip(("c0", "c1", "c0"), found.items()):
+            curves[policy] = (colour, values)
+        sentence_case = title[0].upper() + title[1:]
+        charts.append(_chart(sentence_case, steps, curves))
     return f'<div class="charts">{"".join(charts)}</div>' if any(charts) else ""
 
 # %% ../../nbs/6_run/07_figures.ipynb #c58a715

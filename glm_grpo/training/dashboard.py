@@ -61,27 +61,31 @@ def _thinned(points):
     width = math.ceil(len(points) / POINTS) or 1
     thinned = []
     for start in range(0, len(points), width):
-        piece = points[start : start + width]
-        thinned.append(tuple(sum(values) / len(piece) for values in zip(*piece)))
+        steps, values = zip(*points[start : start + width])
+        thinned.append((sum(steps) / len(steps), sum(values) / len(values)))
     return thinned
 
 
 def _smooth(points, width=10):
     "Each point with the mean of the last `width` values."
+    values = [value for _, value in points]
     smooth = []
     for i, (step, _) in enumerate(points):
-        values = [value for _, value in points[max(0, i + 1 - width) : i + 1]]
-        smooth.append((step, sum(values) / len(values)))
+        last = values[max(0, i + 1 - width) : i + 1]
+        smooth.append((step, sum(last) / len(last)))
     return smooth
 
 
 def _polyline(points, steps, values, style):
     "`steps` and `values`: what the left, right, lower and upper edges stand for."
     width, height = WIDTH - LEFT - 4, HEIGHT - BELOW - 6
+    (first, last), (low, high) = steps, values
+    step_range = (last - first) or 1
+    value_range = (high - low) or 1
     places = []
     for step, value in points:
-        x = LEFT + 2 + width * (step - steps[0]) / ((steps[1] - steps[0]) or 1)
-        y = 3 + height * (values[1] - value) / ((values[1] - values[0]) or 1)
+        x = LEFT + 2 + width * (step - first) / step_range
+        y = 3 + height * (high - value) / value_range
         places.append(f"{x:.1f},{y:.1f}")
     return f'<polyline points="{" ".join(places)}" fill="none" {style}/>'
 
@@ -103,7 +107,8 @@ def experience_html(
     size = _group_size(experience)
     starts = range(0, len(rollout), size)
     for start in starts[:groups]:
-        order = experience.rewards[start : start + size].argsort(descending=True, stable=True)
+        rewards = experience.rewards[start : start + size]
+        order = rewards.argsort(descending=True, stable=True)
         best = [start + k for k in order[:images].tolist()]
         shown = tensor_to_pil(rollout.image_tensors[best])
         captions = [_caption(experience, i) for i in best]
@@ -198,7 +203,7 @@ class Dashboard(Callback):
             rewards = [line["reward_mean"] for line in self.lines]
             numbers = describe_step(metrics, rewards, trainer.policies)
             place, pace = self.pace.at(trainer.step, trainer.last_step)
-            self.text = f"{place[0].upper()}{place[1:]}: {numbers}, {pace}"
+            self.text = f"{place.capitalize()}: {numbers}, {pace}"
             self.pictures = experience_html(experience, self.groups, self.images)
             if trainer.agreement:
                 self.card = trainer.agreement._repr_html_()
