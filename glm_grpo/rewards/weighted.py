@@ -27,7 +27,7 @@ from .calling import RewardError, call_reward
 def speaking_weight(
     values: dict[str, Tensor],  # part -> [N], NaN: nothing to score
     weights: dict[str, float],  # part -> weight
-) -> Tensor:  # [N] float32: 0 where no part that has a weight speaks
+) -> Tensor:  # [N] float32: 0 where no part that has a weight has a score
     "The sum of |weight| over the parts that score an image."
     return sum(abs(weights[name]) * ~value.isnan() for name, value in values.items())
 
@@ -211,7 +211,7 @@ class WeightedReward:
         images: Tensor,  # [N, 3, H, W] and
         prompts: list[str],  # N texts: for the message of an error
     ) -> Scores:
-        "The sum of what the parts said. RewardError: no part with a weight can score an image."
+        "The weighted sum of the scores. RewardError: no part with a weight can score an image."
         silent = (speaking_weight(parts_values, self.weights) == 0).nonzero().flatten().tolist()
         if silent:
             raise self._nothing_to_score(silent, images, prompts)

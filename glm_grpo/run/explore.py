@@ -100,7 +100,7 @@ def _plot_panel(ax, name: str, metrics: dict[str, np.ndarray], smooth: int) -> N
         ax.fill_between(steps, values - spread, values + spread, alpha=0.25, lw=0)
     ax.plot(steps, values, color="C0", lw=1.2)
 
-
+# %% ../../nbs/6_run/08_explore.ipynb #c4d1911
 def _panels_that_change(metrics: dict[str, np.ndarray]) -> list[tuple[str, str]]:
     "The reward, and those of `PANELS` whose curve (or spread) is not flat."
     spreads = {"ratio_mean": "ratio_std"}

@@ -37,7 +37,7 @@ def is_pass_or_fail(results: list[dict]) -> bool:
     values = {value for result in results for row in result["rewards"] for value in row}
     return values <= {0, 1}
 
-
+# %% ../../nbs/6_run/07_figures.ipynb #c174cf0
 class BeforeAfterFigure:
     "The same prompts and seeds side by side, each with its mark."
 
@@ -287,7 +287,7 @@ def _chart(
         f"<figcaption>{title} {', '.join(names)}</figcaption></figure>"
     )
 
-
+# %% ../../nbs/6_run/07_figures.ipynb #c1d739e
 def step_charts(
     lines: Sequence[dict],  # of metrics.jsonl
 ) -> str:  # HTML; empty with fewer than two steps

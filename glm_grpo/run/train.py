@@ -181,8 +181,8 @@ def describe_result(
     names = part_weights(reward)
     parts = ""
     if len(names) > 1:
-        told = [f"{k} {v:.3f}" for k, v in result["metrics"].items() if k in names]
-        parts = ", ".join(told) + "; "
+        numbers = [f"{k} {v:.3f}" for k, v in result["metrics"].items() if k in names]
+        parts = ", ".join(numbers) + "; "
     return (
         f"{_reward_label(result)} {result['reward_mean']:.3f} +- "
         f"{result['standard_error']:.3f} ({parts}{result['pictures']} images of "

@@ -78,9 +78,9 @@ class ProgressBar(Callback):
             self.write(f"agreement of sampling and scoring before the first update:\n{agreement}")
         self.rewards.append(metrics["reward_mean"])
         if is_due(trainer.step, self.every) or trainer.step == trainer.last_step:
-            told = describe_step(metrics, self.rewards, trainer.policies)
+            numbers = describe_step(metrics, self.rewards, trainer.policies)
             place, pace = self.pace.at(trainer.step, trainer.last_step)
-            self.write(f"{time.strftime('%H:%M:%S')}  {place}  {told}, {pace}")
+            self.write(f"{time.strftime('%H:%M:%S')}  {place}  {numbers}, {pace}")
         if self.bar is not None:
             self.bar.update(1)
 

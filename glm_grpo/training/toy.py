@@ -34,7 +34,7 @@ COLORS = torch.tensor(
     ]
 )
 
-
+# %% ../../nbs/5_training/00_toy.ipynb #cc2b9d3
 def paint(
     token_ids: Tensor,  # [N, 25] int64
 ) -> Tensor:  # [N, 3, 30, 30]
