@@ -324,8 +324,9 @@ class RolloutOptions:
     )
     shared_noise: bool = option(
         True,
-        "true: images of the same tokens start from the same noise, so that they differ only by "
-        "decisions; false: each starts from its own",
+        "true: images of one token sample start from the same noise, so that they differ only by "
+        "decisions, and share the denoising steps before the window, which are computed once; "
+        "false: each starts from its own noise",
     )
     batch_size: int = option(
         64, "images denoised and decoded at a time; fewer need less memory", at_least(1)
