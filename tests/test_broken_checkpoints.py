@@ -131,7 +131,7 @@ def of_another_form(state):
         (state | {"state": {9: {}}}, "it is not the state of an optimizer"),
         (state | {"state": {0: None}}, "the state of weight 0 has the type NoneType"),
         (small_one, "exp_avg of weight 0 does not have its shape"),
-        (nan, "exp_avg_sq of weight 0 holds numbers that are not finite"),
+        (nan, "exp_avg_sq of weight 0 contains NaN or infinity"),
     ]
 
 
@@ -156,7 +156,7 @@ def test_a_moving_average_of_another_form(checkpoint):
         (state | {"optimization_step": None}, "it is not a moving average"),
         (state | {"shadow_params": 3}, "it must hold one tensor for each of 1 weights"),
         (state | {"shadow_params": [torch.ones(2)]}, "number 0 is not a tensor of the shape"),
-        (state | {"shadow_params": nan}, "number 0 holds numbers that are not finite"),
+        (state | {"shadow_params": nan}, "number 0 contains NaN or infinity"),
     ):
         torch.save(content, file)
         assert words in refused(checkpoint)
@@ -181,7 +181,7 @@ def test_a_broken_adapter_is_named_and_changes_nothing(adapter, tmp_path):
     nan = tensors | {first: tensors[first] * torch.nan}
     config = json.loads((path / "adapter_config.json").read_text())
     for name, content, words in (
-        ("adapter_model.safetensors", save(nan), f"{first} holds numbers that are not finite"),
+        ("adapter_model.safetensors", save(nan), f"{first} contains NaN or infinity"),
         ("adapter_model.safetensors", save({}), "tensors do not match adapter_config.json"),
         ("adapter_model.safetensors", b"x", "the adapter does not load (SafetensorError"),
         ("adapter_config.json", b"\xff", "the adapter does not load (UnicodeDecodeError"),
@@ -205,7 +205,7 @@ def test_full_weights_that_are_not_finite_are_refused(tmp_path):
     tensors = load_file(file)
     name = next(iter(tensors))
     save_file(tensors | {name: tensors[name] * torch.inf}, file, {"format": "pt"})
-    assert "holds numbers that are not finite" in refusal(model.load_adapter, tmp_path / "full")
+    assert "contains NaN or infinity" in refusal(model.load_adapter, tmp_path / "full")
     file.write_bytes(b"x")
     assert "the weights do not load" in refusal(model.load_adapter, tmp_path / "full")
 

@@ -10,7 +10,7 @@ from PIL import Image
 
 from glm_grpo.data.rollout import Rollout
 from glm_grpo.training.callbacks import Callback, ProgressBar
-from glm_grpo.training.dashboard import Dashboard, callbacks_or_default, experience_html
+from glm_grpo.training.dashboard import NO_BREAK, Dashboard, callbacks_or_default, experience_html
 from glm_grpo.training.toy import ICONS, ToyPainter, ToyStudio, icon_images, nearness
 from glm_grpo.training.trainer import MinimalGRPOTrainer
 
@@ -57,7 +57,7 @@ def test_in_a_notebook_a_training_updates_one_area_each_step(kernel, capsys):
     history = trainer.train(5)
     assert len(kernel.begun) == 1 and len(kernel.updates) == 5
     for i, (shown, line) in enumerate(zip(kernel.updates, history)):
-        assert f"step {i + 1}/5: reward {line['reward_mean']:.3f}" in shown
+        assert f"Step {i + 1}/5: reward {line['reward_mean']:.3f}" in shown
         assert f'<progress value="{i + 1}" max="5"' in shown and " left" in shown
         assert ("<svg" in shown) == (i > 0)
         assert "agreement of sampling" in shown
@@ -67,7 +67,7 @@ def test_in_a_notebook_a_training_updates_one_area_each_step(kernel, capsys):
     assert capsys.readouterr().out == ""
     trainer.train(2)  # another area, whose curve goes on
     assert len(kernel.begun) == 2 and len(kernel.updates) == 7
-    assert ">step 1<" in kernel.updates[-1] and "step 7/7" in kernel.updates[-1]
+    assert ">step 1<" in kernel.updates[-1] and "Step 7/7" in kernel.updates[-1]
 
 
 @pytest.mark.parametrize("shell", [None, SimpleNamespace()], ids=["python", "ipython"])
@@ -116,11 +116,11 @@ def test_a_trainer_shows_its_steps_and_metrics(tmp_path):
     lines += [trainer.train_step(BATCH)]
     assert trainer.history == lines
     shown = trainer._repr_html_()
-    assert f"step 4: reward {lines[3]['reward_mean']:.3f}" in shown and "<svg" in shown
+    assert f"Step 4: reward {lines[3]['reward_mean']:.3f}" in shown and "<svg" in shown
     assert f"<td>grad_norm</td><td>{lines[3]['grad_norm']:.4g}</td>" in shown
     assert repr(trainer) in shown and repr(trainer).startswith("MinimalGRPOTrainer(ar of toy")
     trainer.load_checkpoint(tmp_path / "three")
-    assert f"step 3: reward {lines[2]['reward_mean']:.3f}" in trainer._repr_html_()
+    assert f"Step 3: reward {lines[2]['reward_mean']:.3f}" in trainer._repr_html_()
     assert trainer.train(1)[0]["reward_mean"] == lines[3]["reward_mean"]
 
 
@@ -131,7 +131,8 @@ def test_captions_have_the_advantages_of_both_policies():
     best = group.argmax().item()
     tokens = experience.samples["ar"].advantages[best // 2]
     light = experience.samples["dit"].advantages[best]
-    expected = f"{group[best]:.3f}, adv ar {tokens:+.2f}, adv dit {light:+.2f}"
+    expected = f"{group[best]:.3f}, adv{NO_BREAK}ar{NO_BREAK}{tokens:+.2f}, "
+    expected += f"adv{NO_BREAK}dit{NO_BREAK}{light:+.2f}"
     assert captions(experience._repr_html_())[0] == expected
 
 

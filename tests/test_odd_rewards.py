@@ -47,7 +47,7 @@ def test_a_reward_that_goes_wrong_in_the_second_step_is_told(folder, capsys, nam
     (message,) = [line for line in text.splitlines() if line.startswith("error: ")]
     assert message.startswith("error: The reward green ") and says in message
     assert "Traceback" not in text
-    assert "1 steps are saved; go on with:" in message and message.endswith("--trust_run_code")
+    assert "1 steps are saved; continue with:" in message and message.endswith("--trust_run_code")
     assert step_of(run / "checkpoints/checkpoint_interrupt") == 1 and steps(run) == [1]
     assert torch.get_default_dtype() == torch.float32 and torch.is_grad_enabled()
 

@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 
 from glm_grpo.run.alarms import reward_hacking_alarm
+from glm_grpo.run.comparison import compare_evaluations
+from glm_grpo.run.report import _row
 
 
 def column(values):
@@ -51,6 +53,15 @@ def test_a_clear_fall_rings_and_one_that_may_be_noise_does_not():
     assert len(reward_hacking_alarm([FIRST, LATER])) == 1
     unsure = with_scene(LATER, 1, 0.4, 0.6, 0.4)  # -0.3 with a standard error of 0.13
     assert reward_hacking_alarm([FIRST, unsure]) == []
+
+
+def test_a_fall_that_is_the_same_on_every_prompt_is_not_counted_in_errors():
+    before = with_scene(FIRST, 0.9, 0.5, 0.8, 0.7)
+    after = with_scene(LATER, 0.6, 0.2, 0.5, 0.4)  # the differences are not equal in floating point
+    (warning,) = reward_hacking_alarm([before, after])
+    assert "fell from 0.725 to 0.425 (-41%, since step 10)" in warning
+    (scene,) = [c for c in compare_evaluations(before, after) if c.name == "scene"]
+    assert "<td>0</td><td>–</td>" in _row(scene)
 
 
 def test_silent_unless_the_reward_rose_by_more_than_its_error():

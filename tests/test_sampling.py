@@ -244,7 +244,7 @@ def test_sampled_tokens_are_kept(sampled, K):
 
 
 def test_forbidden_outputs_change_nothing(ar, inputs, uniforms, sampled, K):
-    "Neither sampling nor scoring sees outputs that are no image token, however likely they are."
+    "Neither sampling nor scoring sees outputs that are not image tokens, however likely they are."
     temperature, top_p, token_ids, kept = sampled
     tempting = copy.deepcopy(ar)
     with torch.no_grad():

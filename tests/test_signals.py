@@ -70,7 +70,7 @@ def test_a_signal_in_the_evaluation_before(folder, capsys, monkeypatch):
     last = out.strip().splitlines()[-1]
     saved = run / "checkpoints/checkpoint_interrupt"
     assert last.split() == [
-        *("stopped before the first step, saved; go on with: python -m glm_grpo.train".split()),
+        *("stopped before the first step, saved; continue with: python -m glm_grpo.train".split()),
         *("--resume", str(saved), "--trust_run_code"),
     ]
     assert "Traceback" not in err and step_of(saved) == 0

@@ -232,7 +232,7 @@ def test_an_update_reads_numbers_from_the_device_once(monkeypatch):
 
 
 def test_equal_rewards_move_nothing():
-    "Not even through AdamW's memory of earlier steps."
+    "Not even through AdamW's state of earlier steps."
     trainer = toy_trainer()
     trainer.train(3)
     before = table(trainer).detach().clone()
@@ -473,7 +473,7 @@ def test_what_is_not_finite_does_not_reach_the_weights(factor):
     [
         (float("nan"), 1.0, False, False),
         (0.5, float("inf"), False, False),
-        (0.0, 0.0, True, False),  # AdamW's memory would move the weights
+        (0.0, 0.0, True, False),  # AdamW's state would move the weights
         (0.5, 1.0, True, True),
     ],
 )
@@ -532,11 +532,11 @@ def test_k_steps_and_k_steps_are_2k_steps(straight, five):
     assert json.loads((five / "trainer.json").read_text())["data"]["batches"] == 5
 
 
-@pytest.mark.parametrize("what", ["AdamW's memory", "the place in the data", "the step"])
+@pytest.mark.parametrize("what", ["AdamW's state", "the place in the data", "the step"])
 def test_each_part_of_a_checkpoint_is_needed(straight, five, what):
     trainer = toy_trainer(loader())
     trainer.load_checkpoint(five)
-    if what == "AdamW's memory":
+    if what == "AdamW's state":
         trainer.optimizer.adamw.state.clear()
     if what == "the place in the data":
         trainer.train_dataloader.sampler.batches = 0

@@ -324,8 +324,8 @@ class RolloutOptions:
     )
     shared_noise: bool = option(
         True,
-        "true: images of the same tokens start from the same noise, so that they differ only by "
-        "decisions; false: each starts from its own",
+        "true: images of one token sample start from the same noise and share the computation of "
+        "the steps before the window; false: each starts from its own",
     )
     batch_size: int = option(
         64, "images denoised and decoded at a time; fewer need less memory", at_least(1)

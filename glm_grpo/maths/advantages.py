@@ -24,7 +24,7 @@ def equal_groups(
 def _check_rewards(rewards: Tensor, group_size: int, scale: str):
     "ValueError unless the rewards are whole groups of finite numbers."
     if scale not in ("group", "batch", "none"):
-        raise ValueError(f"scale '{scale}': want group, batch or none")
+        raise ValueError(f"scale '{scale}': it must be group, batch or none")
     if group_size < 2:
         raise ValueError(
             f"group_size {group_size}: a sample is compared with the others of its group, "

@@ -87,12 +87,14 @@ def _slider(label: str, names: Sequence[str], start: int) -> str:
 def _check_positions(positions: dict, start: Sequence[int]):
     "ValueError: a slider with fewer than two values, or a start that is not an index."
     if len(start) != len(positions):
-        raise ValueError(f"start {tuple(start)}: want one index per slider, {len(positions)}")
+        raise ValueError(f"start {tuple(start)}: it needs one index per slider, {len(positions)}")
     for values, place in zip(positions.values(), start):
         if len(values) < 2:
             raise ValueError(f"{len(values)} values: a slider needs at least two")
         if not 0 <= place < len(values):
-            raise ValueError(f"start {place}: want the index of one of the {len(values)} values")
+            raise ValueError(
+                f"start {place}: it must be the index of one of the {len(values)} values"
+            )
 
 
 def sliders(

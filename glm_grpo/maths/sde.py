@@ -30,9 +30,9 @@ def _numbers(sigmas: Sequence[float] | Tensor) -> list[float]:
 def _check_step(sigmas: list[float], index: int, noise_level: float, sde_type: str):
     "ValueError: unknown type, index or noise level out of range."
     if sde_type not in SDE_TYPES:
-        raise ValueError(f"sde_type '{sde_type}': want one of {', '.join(SDE_TYPES)}")
+        raise ValueError(f"sde_type '{sde_type}': it must be one of {', '.join(SDE_TYPES)}")
     if not 0 <= noise_level < math.inf:
-        raise ValueError(f"noise_level {noise_level}: want 0 or more")
+        raise ValueError(f"noise_level {noise_level}: it must be 0 or more")
     if sde_type == "cps" and noise_level > 1:
         raise ValueError(
             f"noise_level {noise_level}: cps wants at most 1, where all the old noise is replaced"
@@ -74,7 +74,7 @@ def step_coefficients(
 # %% ../../nbs/1_maths/04_sde.ipynb #n025
 def _check_shape(name: str, x: Tensor, like: Tensor):
     if x.shape != like.shape:
-        raise ValueError(f"{name} of shape {tuple(x.shape)}: want {tuple(like.shape)}")
+        raise ValueError(f"{name} of shape {tuple(x.shape)}: it must be {tuple(like.shape)}")
 
 
 def _mean_per_row(x: Tensor) -> Tensor:
@@ -123,7 +123,7 @@ def sde_step(
     0 where std is 0. See `step_coefficients`. ValueError: shapes, ranges, no source of noise."""
     _check_shape("sample", sample, velocity)
     if velocity.dim() < 2:
-        raise ValueError(f"velocity of shape {tuple(velocity.shape)}: want a batch [N, ...]")
+        raise ValueError(f"velocity of shape {tuple(velocity.shape)}: it must be a batch [N, ...]")
     std, c_sample, c_velocity = step_coefficients(sigmas, index, noise_level, sde_type)
     sample, velocity = sample.float(), velocity.float()
     mean = (c_sample * sample if std > 0 else sample) + c_velocity * velocity
@@ -179,9 +179,9 @@ def choose_window(
     """The steps that are random and trained; all others are Euler steps.
     MixGRPO 2507.21802, Flow-GRPO-Fast. ValueError: unknown kind, window < 1, no key."""
     if kind not in ("first", "random", "sliding"):
-        raise ValueError(f"kind '{kind}': want first, random or sliding")
+        raise ValueError(f"kind '{kind}': it must be first, random or sliding")
     if window is not None and window < 1:
-        raise ValueError(f"window {window}: want at least 1, or None for all steps")
+        raise ValueError(f"window {window}: it must be at least 1, or None for all steps")
     if window is None or window >= len(decisions):
         return list(decisions)
     if kind == "random" and not key:
@@ -198,7 +198,7 @@ def gaussian_kl(
 ) -> Tensor:  # [N] float32
     "Exact KL(policy || reference) of one step: mean of (mean - ref_mean)^2 / (2 std^2)."
     if not std > 0:
-        raise ValueError("a step with std 0 is no decision: it has no KL")
+        raise ValueError("a step with std 0 is not a decision: it has no KL")
     _check_shape("ref_mean", ref_mean, mean)
     return _mean_per_row((mean.float() - ref_mean.float()) ** 2) / (2 * std**2)
 

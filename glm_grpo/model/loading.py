@@ -234,9 +234,9 @@ def is_hub_id(
 # %% ../../nbs/3_model/08_loading.ipynb #n028
 def _cause(error: Exception) -> str:
     "The type of an error and the first line of its message."
-    said = str(error).strip().splitlines()
+    lines = str(error).strip().splitlines()
     kind = type(error).__name__
-    return f"{kind}: {said[0].rstrip('.')[:300]}" if said else kind
+    return f"{kind}: {lines[0].rstrip('.')[:300]}" if lines else kind
 
 
 def _check_hub(name: str, revision: str | None) -> None:

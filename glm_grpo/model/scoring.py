@@ -50,7 +50,7 @@ class _TokenLogprobs(torch.autograd.Function):
 
 # %% ../../nbs/3_model/07_scoring.ipynb #c015
 def _decision_states(text_model, inputs, prompt_index, token_ids):
-    "Hidden states [N, T, H] at which the T tokens are decided. The last token is no input."
+    "Hidden states [N, T, H] at which the T tokens are decided. The last token is not an input."
     rows = trim(inputs.rows(prompt_index))  # without the padding that all rows have in common
     before = token_ids[:, :-1]
     ids = torch.cat((rows.input_ids, before), 1)

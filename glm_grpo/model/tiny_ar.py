@@ -135,8 +135,8 @@ class _ArLosses:
 
     def of_edits(self):
         edits = self.data.edits
-        sources, targets, told = edits.sample(self.batch + self.batch // 2, SLOPPY_EDITS)
-        prompts = [edit.prompt() for edit in told]
+        sources, targets, described = edits.sample(self.batch + self.batch // 2, SLOPPY_EDITS)
+        prompts = [edit.prompt() for edit in described]
         source_ids = self.data.source_ids[sources]
         inputs = edit_inputs(self.processor, self.ar, prompts, source_ids)
         images = [edits.shown[target][0] for target in targets]

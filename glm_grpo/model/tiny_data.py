@@ -200,10 +200,10 @@ class EditBatches:
         for kind in self.rng.choice(list(self.sources), number).tolist():
             source = self._choose(self.sources[kind])
             ends = self.targets[kind][source]
-            target = told = self._choose(ends)
+            target = described = self._choose(ends)
             if self.rng.random() < sloppy:
-                told = self._choose(ends)
+                described = self._choose(ends)
             sources.append(source)
             targets.append(target)
-            edits.append(Edit(self.scene(source), self.scene(told), kind))
+            edits.append(Edit(self.scene(source), self.scene(described), kind))
         return sources, targets, edits

@@ -232,7 +232,7 @@ class _DitLosses:
         )
 
     def of_edits(self, number: int):
-        starts, ends, told = self.edits.sample(number)
+        starts, ends, described = self.edits.sample(number)
         repeated = upsample_tokens(self.source_ids[starts], 4, 4)
         sources = []
         for start, ids in zip(starts, repeated):
@@ -241,7 +241,7 @@ class _DitLosses:
             self.pipe,
             self.latents[ends],
             self.large_ids[ends],
-            [_new_word(edit) for edit in told],
+            [_new_word(edit) for edit in described],
             self.generator,
             drop=0.0,
             sources=sources,

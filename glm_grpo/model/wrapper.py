@@ -182,8 +182,8 @@ def generate_with_tracking(  # noqa: PLR0913  the public interface
 def _refuse_mask(method, mask, batch_size=None):
     "UserError: a mask is given, by name or by place."
     if mask is not None or torch.is_tensor(batch_size):
-        told = f"a rollout has its own masks: call {method}(rollout) without one."
-        raise UserError(f"attention_mask: {told}")
+        fix = f"a rollout has its own masks: call {method}(rollout) without one."
+        raise UserError(f"attention_mask: {fix}")
 
 
 @patch_to(GLMImageWrapper)

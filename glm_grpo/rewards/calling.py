@@ -136,7 +136,7 @@ def _first_failing(reward, arguments, n, seconds=10):
 def _raised(error, reward, name, arguments, inputs):
     "The RewardError for a reward that raised `error`."
     images, prompts = inputs
-    # if a file or a server failed, the cause is no single image
+    # if a file or a server failed, the cause is not a single image
     failing = None
     if not isinstance(error, OSError):
         failing = _first_failing(reward, arguments, len(images))

@@ -261,13 +261,13 @@ def _ask_once(self, method, path, body):
             reason = f"answered with {data[:60]!r}, which is not a JSON object"
             raise self.endpoint.error(reason, "Is this the address of a reward server?")
         return answer
-    told = data[:60] if answer is None else answer.get("error")
+    detail = data[:60] if answer is None else answer.get("error")
     fixes = {
         401: f"Set the environment variable {TOKEN} to the server's token.",
         404: "Is this the address of a reward server?",
         413: f"Lower batch_size (now {self.batch_size}).",
     }
-    reason = f"answered with status {status}: {str(told)[:500]}"
+    reason = f"answered with status {status}: {str(detail)[:500]}"
     fix = fixes.get(status, "Read the server's own output.")
     may_pass = status >= 500 or status in (408, 429)
     raise self.endpoint.error(reason, fix, TemporaryError if may_pass else RemoteError)

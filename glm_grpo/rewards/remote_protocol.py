@@ -47,7 +47,7 @@ def decode_images(
 ) -> list[Image.Image]:  # N PIL images, RGB
     """The inverse of `encode_images`. Accepts PNG only.
 
-    ValueError: names the first text that is no PNG, or reports that all images together have more
+    ValueError: names the first text that is not a PNG, or the images together have more
     than MAX_PIXELS.
     """
     if not isinstance(texts, list):
@@ -58,7 +58,7 @@ def decode_images(
             data = base64.b64decode(text, validate=True)
             image = Image.open(io.BytesIO(data), formats=["PNG"])
         except Exception as e:
-            reason = f"no PNG in base64 ({type(e).__name__})"
+            reason = f"not a PNG in base64 ({type(e).__name__})"
             raise ValueError(f"image {i} is {reason}") from None
         pixels += image.width * image.height
         if pixels > MAX_PIXELS:
@@ -191,7 +191,7 @@ def read_scores(
             "Fix the server: one number or null per image, in their order."
         )
     for score in scores:
-        # type, not isinstance: True is no score
+        # type, not isinstance: True is not a score
         is_number = type(score) in (int, float) and abs(score) < 3e38
         if score is not None and not is_number:
             raise ValueError(

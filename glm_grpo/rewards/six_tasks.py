@@ -153,7 +153,7 @@ def parse_six(
             f"The six-task check cannot read the prompt {prompt!r}. It reads prompts like "
             "'a cat on a red ground', 'three cats on a blue ground', 'a cat above a dog on a "
             "green ground' and 'a red crown and a green key on a blue ground'. "
-            "For free prompts choose another reward."
+            "For other prompts, use another reward."
         )
     if match["many"]:
         singular = {plural(name): name for name in objects}

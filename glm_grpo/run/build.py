@@ -275,7 +275,7 @@ def adapter_options(config: Config) -> dict | None:
 
 
 def load_model(config: Config) -> GLMImageWrapper:
-    "The model of a run. UserError: the folder is no GLM-Image, or the device is not there."
+    "The model of a run. UserError: the folder is not such a model, or the device is missing."
     model = config.model
     return GLMImageWrapper(
         model.name,

@@ -171,14 +171,14 @@ class Earlier:
 
     def differences(self, config: Config, file: str | None, typed: set[str]) -> list[str]:
         "The options that differ from those of the run, and where the new value stands."
-        was, told = build_options(Config, nested(self.values)), []
+        was, changes = build_options(Config, nested(self.values)), []
         for name in (o.name for o in list_options(Config)):
             old, new = option_value(was, name), option_value(config, name)
             if old == new or name in ("resume", "dry_run", "training.output_dir"):
                 continue
             where = "on the command line" if name in typed else f"in {file}"
-            told.append(f"{name}: {_as_yaml(old)} in the run, {_as_yaml(new)} {where}")
-        return told
+            changes.append(f"{name}: {_as_yaml(old)} in the run, {_as_yaml(new)} {where}")
+        return changes
 
 # %% ../../nbs/6_run/04_command_line.ipynb #n014
 def print_note(text: str) -> None:

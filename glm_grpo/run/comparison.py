@@ -17,12 +17,15 @@ from numpy.typing import ArrayLike
 from ..data.basics import UserError
 
 # %% ../../nbs/6_run/05_comparison.ipynb #n008
+_ROUNDING = 1e-6  # smaller shares of the scores are rounding: float32 has steps of 1.2e-7
+
+
 class Paired(NamedTuple):
     "Two means over the same prompts and seeds, and the standard error of their difference."
 
     before: float
     after: float
-    error: float  # standard error of the difference, over prompts; NaN if it is not known
+    error: float  # standard error of the difference, over prompts; NaN: not known
     prompts: int  # number of prompts with a score both times
 
 
@@ -30,7 +33,9 @@ def paired_difference(
     before: ArrayLike,  # [P, S] one number per prompt and seed; NaN or None: nothing to score
     after: ArrayLike,  # [P, S] the same prompts and seeds, later
 ) -> Paired:
-    "Means over the pairs in which both have a score; seeds are averaged first. Raises UserError."
+    """Means over the pairs in which both have a score; seeds are averaged first. Differences and
+    spreads below a millionth of the largest score are rounding and count as 0. Raises UserError.
+    """
     x = np.asarray(before, dtype=float)
     y = np.asarray(after, dtype=float)
     if x.shape != y.shape or x.ndim != 2:
@@ -46,9 +51,12 @@ def paired_difference(
     seeds = both[counts].sum(axis=1)
     x = np.where(both, x, 0)[counts].sum(axis=1) / seeds
     y = np.where(both, y, 0)[counts].sum(axis=1) / seeds
+    rounding = _ROUNDING * max(np.abs(x).max(), np.abs(y).max())
+    y = np.where(np.abs(y - x) < rounding, x, y)
     error = math.nan
     if prompts > 1:
-        error = ((y - x).std(ddof=1) / math.sqrt(prompts)).item()
+        spread = (y - x).std(ddof=1).item()
+        error = 0.0 if spread < rounding else spread / math.sqrt(prompts)
     return Paired(x.mean().item(), y.mean().item(), error, prompts)
 
 # %% ../../nbs/6_run/05_comparison.ipynb #n016

@@ -223,7 +223,7 @@ def naming_servers(config: Config) -> str:
 
 
 def words_to_go_on(config: Config) -> str:
-    "What a command adds to go on with a run of one's own, each with a blank before it."
+    "What a command adds to continue a run of one's own, each with a blank before it."
     words = [TRUST if code_of(config) else "", naming_servers(config)]
     return "".join(f" {word}" for word in words if word)
 

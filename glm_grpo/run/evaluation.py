@@ -148,7 +148,7 @@ def measure_besides(
     done: dict[str, Tensor],  # measured already, as parts of a reward
     not_measured: dict[str, str],  # receives the name and reason of a metric that fails
 ) -> dict[str, Tensor]:
-    "Scores [P] of metrics that are no part of a reward. A UserError goes to `not_measured`."
+    "Scores [P] of metrics that are not part of a reward. A UserError goes to `not_measured`."
     given = images, held_out.prompts, held_out.targets, held_out.sources, held_out.metadata
     found = {}
     for name, metric in metrics.items():

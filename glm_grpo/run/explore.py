@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ..data.basics import UserError
 from .comparison import prompts_label
+from .figures import is_flat
 
 # %% ../../nbs/6_run/08_explore.ipynb #n008
 def _whole_lines(path: Path) -> list[dict]:
@@ -99,23 +100,38 @@ def _plot_panel(ax, name: str, metrics: dict[str, np.ndarray], smooth: int) -> N
         ax.fill_between(steps, values - spread, values + spread, alpha=0.25, lw=0)
     ax.plot(steps, values, color="C0", lw=1.2)
 
+# %% ../../nbs/6_run/08_explore.ipynb #c4d1911
+def _panels_that_change(metrics: dict[str, np.ndarray]) -> list[tuple[str, str]]:
+    "The reward, and those of `PANELS` whose curve (or spread) is not flat."
+    spreads = {"ratio_mean": "ratio_std"}
+    panels = []
+    for name, title in PANELS:
+        curves = [metrics.get(key, ()) for key in (name, spreads.get(name))]
+        if name == "reward_mean" or not all(is_flat(values) for values in curves):
+            panels.append((name, title))
+    return panels
+
 
 def plot_run(
     output_dir: str | Path,  # folder of a run
     smooth: int | None = None,  # steps of the reward's running mean; None: a tenth of the run
 ) -> Figure:
-    "Plot reward, ratio, clip fraction, KL, gradient norm and time. UserError as `read_metrics`."
+    """Plot the reward, and ratio, clip fraction, KL, gradient norm and time where they change.
+    UserError as `read_metrics`."""
     metrics = read_metrics(output_dir)
     smooth = smooth or max(1, len(metrics["step"]) // 10)
-    figure = ShownFigure(figsize=(8, 3.4), layout="constrained")
-    axes = figure.subplots(2, 3, sharex=True)
-    for ax, (name, title) in zip(axes.flat, PANELS):
+    panels = _panels_that_change(metrics)
+    rows = 2 if len(panels) > 3 else 1
+    figure = ShownFigure(figsize=(8, 1.7 * rows), layout="constrained")
+    columns = math.ceil(len(panels) / rows)
+    for place, (name, title) in enumerate(panels):
+        ax = figure.add_subplot(rows, columns, place + 1)
         _plot_panel(ax, name, metrics, smooth)
         ax.set_title(title, fontsize=9)
         ax.tick_params(labelsize=9)
         ax.ticklabel_format(axis="y", useOffset=False)
         ax.xaxis.get_major_locator().set_params(integer=True)
-    for ax in axes[1]:
+    for ax in figure.axes[-columns:]:
         ax.set_xlabel("training step", fontsize=9)
     return figure
 

@@ -44,7 +44,7 @@ def _check_writable(folder, out):
     problem = "cannot be written"
     if not folder.is_dir():
         problem = "is a file, and a folder is needed there"
-    raise UserError(f"--output_dir {out}: {folder} {problem}. Fix that, or give another folder.")
+    raise UserError(f"--output_dir {out}: {folder} {problem}. Fix it, or give another folder.")
 
 # %% ../../nbs/6_run/18_folder.ipynb #n006
 def choose_folder(

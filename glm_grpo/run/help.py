@@ -79,8 +79,8 @@ WORDS = (
 
 def more_help() -> str:
     "The end of --help, below the options."
-    told = [textwrap.fill(text, 100, subsequent_indent="  ") for text in (WATCH, WORDS)]
-    return "\n\n".join([*told, statuses_help(), metrics_help()])
+    paragraphs = [textwrap.fill(text, 100, subsequent_indent="  ") for text in (WATCH, WORDS)]
+    return "\n\n".join([*paragraphs, statuses_help(), metrics_help()])
 
 # %% ../../nbs/6_run/03_help.ipynb #c7f30fa
 class KeepLines(argparse.RawDescriptionHelpFormatter, DefaultHelpFormatter):
@@ -194,7 +194,7 @@ class Explainer:
 
     def explain(
         self,
-        message: str,  # what the parser said
+        message: str,  # of the parser
     ) -> str:  # one line
         "Try each kind of message in turn."
         kinds = (
@@ -238,7 +238,7 @@ def wrong_value(self: Explainer, message):
 
 def wrong_type(
     option: OptionInfo,
-    message: str,  # what the parser said
+    message: str,  # of the parser
 ) -> str:
     "What is wrong with the type of a value, and what the option is for."
     got = re.search(r"(?:Got value|Given value): (.*)", message)
@@ -305,8 +305,8 @@ def read_options(file: str | Path) -> FileOptions:
             found.values[entry.name] = check_entry(entry, options)
         except UserError as e:
             problems.append((entry.line, str(e)))
-    told = [f"line {line}: {text}" for line, text in sorted(problems)]
-    refuse(told, f"{file}, " if len(told) == 1 else f"{file}: ")
+    lines = [f"line {line}: {text}" for line, text in sorted(problems)]
+    refuse(lines, f"{file}, " if len(lines) == 1 else f"{file}: ")
     found.sha256 = hashlib.sha256(Path(file).read_bytes()).hexdigest()
     return found
 

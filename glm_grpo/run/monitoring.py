@@ -61,8 +61,8 @@ class PeriodicEvaluation(Callback):
         """Add an evaluation to the history. It replaces an older one of the same step, and those
         of other prompts or seeds are dropped."""
         line = json.loads(json.dumps({"step": step, **eval_record(result)}))
-        kept = [h for h in self.history if h["step"] != step and _same_questions(h, line)]
-        self.history = sorted([*kept, line], key=lambda h: h["step"])
+        others = [h for h in self.history if h["step"] != step and _same_questions(h, line)]
+        self.history = sorted([*others, line], key=lambda h: h["step"])
         if self.writes:
             with atomic_write(self.path) as f:
                 f.writelines(json.dumps(h, ensure_ascii=False) + "\n" for h in self.history)

@@ -60,10 +60,10 @@ def translate_size(entry: Entry) -> tuple[Entry | None, str]:  # the entry to us
 
 def translate_device_map(entry: Entry) -> tuple[Entry | None, str]:
     "device_map: auto, or a device. UserError: anything else."
-    told = f"{entry.name} {entry.value}: taken as model.device"
+    taken = f"{entry.name} {entry.value}: taken as model.device"
     if entry.value in ("auto", None):
         return None, (
-            f"{told} null: the best available device, with the whole model on it. Several GPUs: "
+            f"{taken} null: the best available device, with the whole model on it. Several GPUs: "
             "one process for each, with torchrun; too little memory: model.offload true"
         )
     kind = str(entry.value).partition(":")[0]
@@ -72,7 +72,7 @@ def translate_device_map(entry: Entry) -> tuple[Entry | None, str]:
             f"{entry.name} {entry.value}: a model is not spread over devices. Leave it out, "
             "or use model.device; several GPUs: one process for each, with torchrun."
         )
-    return replace(entry, name="model.device"), f"{told} {entry.value}"
+    return replace(entry, name="model.device"), f"{taken} {entry.value}"
 
 # %% ../../nbs/6_run/00_old_names.ipynb #c87416f
 def translate_accumulation(entry: Entry) -> tuple[Entry | None, str]:
@@ -93,8 +93,8 @@ def translate_metrics(entry: Entry) -> tuple[Entry | None, str]:
     new = {METRIC_NAMES.get(name, name): weight for name, weight in metrics.items()}
     if len(new) < len(metrics):
         raise UserError(f"{entry.name} {metrics}: two names for the same metric. Keep one of them.")
-    said = ", ".join(f"{name} is called {METRIC_NAMES[name]} here" for name in old)
-    return replace(entry, value=new), f"{entry.name}: {said}"
+    renamed = ", ".join(f"{name} is called {METRIC_NAMES[name]} here" for name in old)
+    return replace(entry, value=new), f"{entry.name}: {renamed}"
 
 # %% ../../nbs/6_run/00_old_names.ipynb #ce38639
 def translate_prompts(entry: Entry) -> tuple[Entry | None, str]:
@@ -151,14 +151,14 @@ def translate(
     done = Translation()
     for entry in entries:
         try:
-            new, said = _translate(entry, known)
+            new, note = _translate(entry, known)
         except UserError as e:
             done.problems.append((entry.line, str(e)))
             continue
         if new is not None:
             done.entries.append(new)
-        if said:
-            done.notes.append(f"line {entry.line}: {said}")
+        if note:
+            done.notes.append(f"line {entry.line}: {note}")
     _find_doubles(done)
     return done
 

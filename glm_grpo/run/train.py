@@ -85,7 +85,7 @@ class Run:
                 return self.stopped()
             except EXPECTED as e:
                 raise UserError(remedy(e, self.out, self.trainer) + self.rescue()) from e
-            except Exception as e:  # a fault of the program
+            except Exception as e:  # a bug in the program
                 self.keep_traceback(e)
                 raise
             return 0
@@ -181,8 +181,8 @@ def describe_result(
     names = part_weights(reward)
     parts = ""
     if len(names) > 1:
-        told = [f"{k} {v:.3f}" for k, v in result["metrics"].items() if k in names]
-        parts = ", ".join(told) + "; "
+        numbers = [f"{k} {v:.3f}" for k, v in result["metrics"].items() if k in names]
+        parts = ", ".join(numbers) + "; "
     return (
         f"{_reward_label(result)} {result['reward_mean']:.3f} +- "
         f"{result['standard_error']:.3f} ({parts}{result['pictures']} images of "
@@ -316,13 +316,13 @@ def save_interrupted(self: Run) -> str:
     if trainer.step == self.config.training.max_steps:
         return self.done()
     if trainer.step < self.first_step:
-        return f"before anything was trained; go on with: {self.again(self.config.resume)}"
+        return f"before anything was trained; continue with: {self.again(self.config.resume)}"
     if shards and not self.interrupted.exists():
         return "before anything was trained"
     if not shards:
         trainer.save_checkpoint(self.interrupted)
     place = f"after step {trainer.step}" if trainer.step else "before the first step"
-    return f"{place}, saved; go on with: {self.again(self.interrupted)}"
+    return f"{place}, saved; continue with: {self.again(self.interrupted)}"
 
 # %% ../../nbs/6_run/19_train.ipynb #ce7ca90
 @patch_to(Run)
@@ -356,7 +356,7 @@ def rescue(self: Run) -> str:
 
 @patch_to(Run)
 def keep_traceback(self: Run, error: Exception) -> None:
-    "After a fault of the program: its traceback in the run's folder; what was trained is saved."
+    "After a bug in the program: its traceback in the run's folder; what was trained is saved."
     if saved := self.rescue():
         error.add_note(saved.strip() + ".")
     if self.ranks.first and self.out.is_dir():

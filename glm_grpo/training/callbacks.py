@@ -78,9 +78,9 @@ class ProgressBar(Callback):
             self.write(f"agreement of sampling and scoring before the first update:\n{agreement}")
         self.rewards.append(metrics["reward_mean"])
         if is_due(trainer.step, self.every) or trainer.step == trainer.last_step:
-            told = describe_step(metrics, self.rewards, trainer.policies)
+            numbers = describe_step(metrics, self.rewards, trainer.policies)
             place, pace = self.pace.at(trainer.step, trainer.last_step)
-            self.write(f"{time.strftime('%H:%M:%S')}  {place}  {told}, {pace}")
+            self.write(f"{time.strftime('%H:%M:%S')}  {place}  {numbers}, {pace}")
         if self.bar is not None:
             self.bar.update(1)
 
@@ -268,9 +268,9 @@ def _start_tracker(name, output_dir, step):
 
 
 def _cannot_start(name, output_dir, error):
-    advice = "Fix that, or leave this tracker out."
+    advice = "Fix it, or leave this tracker out."
     if name == "tensorboard":
-        advice = f"Look whether {output_dir / 'logs'} is a folder that can be written."
+        advice = f"Check that {output_dir / 'logs'} is a folder that can be written."
     reason = f"{type(error).__name__}: {str(error).rstrip('.')}"
     return UserError(f"training.trackers {name}: it cannot start ({reason}). {advice}")
 

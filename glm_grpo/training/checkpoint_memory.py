@@ -72,7 +72,7 @@ def _check_tensors(file, tensors, weights):
         if not isinstance(tensor, Tensor) or tensor.shape != weight.shape:
             raise _broken(file, f"number {i} is not a tensor of the shape {list(weight.shape)}")
         if not tensor.isfinite().all():
-            raise _broken(file, f"number {i} holds numbers that are not finite")
+            raise _broken(file, f"number {i} contains NaN or infinity")
 
 
 def _check_adamw(file, memory, optimizer):
@@ -99,7 +99,7 @@ def _check_adamw_state(file, state, weight, name):
         if key in ("exp_avg", "exp_avg_sq") and getattr(value, "shape", None) != weight.shape:
             raise _broken(file, f"{key} {name} does not have its shape, {list(weight.shape)}")
         if isinstance(value, Tensor) and not value.isfinite().all():
-            raise _broken(file, f"{key} {name} holds numbers that are not finite")
+            raise _broken(file, f"{key} {name} contains NaN or infinity")
 
 # %% ../../nbs/5_training/11_checkpoint_memory.ipynb #ca69a8c
 def check_memory(

@@ -238,7 +238,7 @@ class RecordOptions:
     )
     save_minutes: float = option(
         10.0,
-        "minutes between two checkpoints, so that a run that is killed loses no more than that; "
+        "minutes between two checkpoints, the most that a run loses when it is killed; "
         "0: by save_interval alone",
         at_least(0),
     )

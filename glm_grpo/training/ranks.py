@@ -69,12 +69,18 @@ class Ranks:
         hours: float = 6,  # the longest wait for another rank, e.g. while it downloads the model
     ) -> "Ranks":
         """Join the processes that `accelerate launch` or torchrun has started; without a launcher
-        there is one rank. UserError: the environment of the launcher is incomplete."""
+        there is one rank. UserError: the environment of the launcher is incomplete, or this
+        process has already left its group."""
         count = process_count()
         if count < 2:
             return cls()
         from accelerate import PartialState
 
+        if PartialState._shared_state and not torch.distributed.is_initialized():
+            raise UserError(
+                f"This process has left its group of {count} ranks (`Ranks.stop`) and cannot join "
+                "another one. Start accelerate launch or torchrun once for each run."
+            )
         cpu = str(device) == "cpu" or not torch.cuda.is_available()
         try:
             return cls(PartialState(cpu=cpu, timeout=timedelta(hours=hours)))
@@ -116,14 +122,14 @@ def agree(self, work: Callable[[], Any]) -> list:  # [world]: what it returned o
         answer = work()
     except Exception as e:  # raised again below, after the other ranks have received it
         error, reason = e, f"{type(e).__name__}: {e}"
-    told = self.gather((answer, reason))
-    self.all_failed = any(reason for _, reason in told)
+    results = self.gather((answer, reason))
+    self.all_failed = any(reason for _, reason in results)
     if error:
         raise error
-    for rank, (_, reason) in enumerate(told):
+    for rank, (_, reason) in enumerate(results):
         if reason:
             raise UserError(f"rank {rank} failed, so all stop. {reason}")
-    return [answer for answer, _ in told]
+    return [answer for answer, _ in results]
 
 # %% ../../nbs/5_training/03_ranks.ipynb #c0c140d
 @patch_to(Ranks)
@@ -189,7 +195,7 @@ def _gradients_of(parameters):
 @patch_to(Ranks)
 def shard(self, model: "GLMImageWrapper") -> None:  # noqa: F821
     """Spread the weights that train, their gradients and (of an optimizer made afterwards)
-    AdamW's memory over the ranks. UserError with LoRA."""
+    AdamW's state over the ranks. UserError with LoRA."""
     if self.world == 1:
         return
     from torch.distributed.device_mesh import init_device_mesh

@@ -65,10 +65,10 @@ def rescue_steps(
         if ranks.shards and not ranks.all_failed:
             raise UserError("weights that are cut over ranks cannot be saved after one failed.")
         trainer.save_checkpoint(path)
-        said = f" {trainer.step} steps are saved"
+        outcome = f" {trainer.step} steps are saved"
     except UserError as e:
         there = newest_first(path.parent)
         if not there:
             return f" Nothing is saved: {e}"
-        path, said = there[0], " The newest checkpoint is intact"
-    return f"{said}; go on with: {again(path)}"
+        path, outcome = there[0], " The newest checkpoint is intact"
+    return f"{outcome}; continue with: {again(path)}"

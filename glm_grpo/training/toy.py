@@ -25,20 +25,30 @@ ICONS = {  # prompt -> tokens
     "a black ring": "0111010001100011000101110",
     "a blue frame": "3333330003300033000333333",
 }
-COLORS = torch.tensor([[1, 1, 1], [0.15, 0.15, 0.2], [0.85, 0.15, 0.2], [0.15, 0.4, 0.85]])
+COLORS = torch.tensor(
+    [
+        [1, 1, 1],  # 0: white
+        [0.15, 0.15, 0.2],  # 1: black
+        [0.85, 0.15, 0.2],  # 2: red
+        [0.15, 0.4, 0.85],  # 3: blue
+    ]
+)
 
-
+# %% ../../nbs/5_training/00_toy.ipynb #cc2b9d3
 def paint(
     token_ids: Tensor,  # [N, 25] int64
 ) -> Tensor:  # [N, 3, 30, 30]
     "Each token is a square of 6 x 6 pixels."
-    images = COLORS[token_ids].view(-1, 5, 5, 3).permute(0, 3, 1, 2)
+    squares = COLORS[token_ids].view(-1, 5, 5, 3)
+    images = squares.permute(0, 3, 1, 2)
     return images.repeat_interleave(6, 2).repeat_interleave(6, 3)
 
 
 def icon_images(prompts: list[str]) -> Tensor:  # [N, 3, 30, 30]
     "The target images of the prompts."
-    ids = [list(map(int, ICONS[prompt])) for prompt in prompts]
+    ids = []
+    for prompt in prompts:
+        ids.append([int(token) for token in ICONS[prompt]])
     return paint(torch.tensor(ids))
 
 
@@ -51,10 +61,13 @@ def image_table(*rows: Tensor) -> Image.Image:
     "Rows of images [n, 3, 30, 30] as one picture."
     lines = []
     for row in rows:
-        framed = torch.nn.functional.pad(row.clamp(0, 1), (2, 2, 2, 2), value=1.0)
+        visible = row.clamp(0, 1)
+        framed = torch.nn.functional.pad(visible, (2, 2, 2, 2), value=1.0)
         lines.append(torch.cat(list(framed), 2))
-    (image,) = tensor_to_pil(torch.cat(lines, 1)[None])
-    return image.resize((2 * image.width, 2 * image.height), Image.Resampling.NEAREST)
+    table = torch.cat(lines, 1)
+    (image,) = tensor_to_pil(table[None])
+    size = (2 * image.width, 2 * image.height)
+    return image.resize(size, Image.Resampling.NEAREST)
 
 # %% ../../nbs/5_training/00_toy.ipynb #n008
 class TokenTable(Policy):
@@ -64,7 +77,8 @@ class TokenTable(Policy):
 
     def __init__(self, prompts: list[str]):
         self.row = {prompt: i for i, prompt in enumerate(prompts)}
-        self.table = torch.nn.Parameter(torch.zeros(len(prompts), 25, 4))
+        no_preference = torch.zeros(len(prompts), 25, 4)
+        self.table = torch.nn.Parameter(no_preference)
 
     def parameters(self):
         return [self.table]
@@ -80,7 +94,8 @@ class TokenTable(Policy):
     def score(self, samples):
         rollout = samples.rollout
         logprobs = self.logprobs(rollout.prompts)
-        return logprobs.gather(-1, rollout.token_ids[..., None])[..., 0]
+        chosen = logprobs.gather(-1, rollout.token_ids[..., None])
+        return chosen[..., 0]
 
     def lay_out(self, rollout, values):
         return [("tokens", values.view(5, 5))]
@@ -114,7 +129,8 @@ class ToyPainter:
         ids = below[..., :-1].sum(-1)
         shared = names.images_per_sample
         rollout = Rollout(prompts, paint(ids), token_ids=ids, images_per_sample=shared)
-        return replace(rollout, token_logprobs=policy.score(Samples(rollout, ids, shared)))
+        logprobs = policy.score(Samples(rollout, ids, shared))
+        return replace(rollout, token_logprobs=logprobs)
 
     @contextlib.contextmanager
     def reference(self) -> Iterator[None]:
@@ -142,7 +158,8 @@ class Light(Policy):
 
     def __init__(self, prompts: list[str]):
         self.row = {prompt: i for i, prompt in enumerate(prompts)}
-        self.mean = torch.nn.Parameter(torch.full((len(prompts), 3), -0.4))
+        dark = torch.full((len(prompts), 3), -0.4)
+        self.mean = torch.nn.Parameter(dark)
 
     def parameters(self):
         return [self.mean]
