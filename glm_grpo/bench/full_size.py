@@ -112,7 +112,7 @@ def measure_full_step(
     (bytes), flops_pictures, floor_pictures (seconds), metrics."""
     device, number = model.device, group_size * images_per_sample
     options = {"pictures_per_sample": images_per_sample, "micro_batch_size": 1, "window": window}
-    options |= {"guidance_scale": 1.5, "learning_rate": 1e-5, "sde_type": "cps"}
+    options |= {"guidance_scale": 1.5, "learning_rate": 1e-5, "sde_type": "cps", "loop_samples": 0}
 
     def make_trainer(group_size, side, steps):
         size = {"height": side, "width": side, "num_inference_steps": steps}

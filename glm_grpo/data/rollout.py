@@ -185,6 +185,10 @@ class Policy:
             ref_logprobs = self.score(samples)
         return self.score(samples), {"ref_logprobs": ref_logprobs}
 
+    def score_in_loop(self, samples: Samples) -> Tensor | None:
+        "Log-probs [n, T] of the decisions in the loop that samples; None: `old_logprobs` has them."
+        return None
+
     def pieces(self, samples: Samples) -> Iterator[Samples]:
         "Parts of a micro-batch whose decisions can be scored one after the other."
         yield samples

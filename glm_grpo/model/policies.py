@@ -16,6 +16,7 @@ from ..data.basics import UserError, patch_to
 from ..data.rollout import Policy, Rollout, Samples, per_row
 from ..maths.sde import gaussian_kl, ratio_norm, step_coefficients, velocity_mse
 from .denoise import NO_NOISE, NoiseOptions
+from .scoring import loop_logprobs
 from .tokens import PromptInputs
 
 # %% ../../nbs/3_model/17_policies.ipynb #n006
@@ -93,6 +94,13 @@ class ARPolicy(Policy):
 
     def score(self, samples):
         return self.model.compute_token_logprobs(samples.rollout)
+
+    def score_in_loop(self, samples):
+        self.model.wake(self.name)
+        rollout, tokens = samples.rollout, samples.rollout.tokens
+        used, prompt_index = tokens.prompt_index.unique(return_inverse=True)
+        given = tokens.prompt_inputs.rows(used), prompt_index, rollout.token_ids
+        return loop_logprobs(self.model.ar, *given, tokens.temperature, tokens.kept)
 
     def lay_out(self, rollout, values):
         grids = rollout.tokens.grids

@@ -86,6 +86,12 @@ class StepOptions:
         "what to do where ratios differ from 1 before the first update by more than rounding: "
         "false: stop with the numbers and the likely causes; true: warn and go on",
     )
+    loop_samples: int = option(
+        2,
+        "samples whose log-probs in the sampling loop are compared with those of scoring before "
+        "the first update; takes as long as sampling them; 0: none",
+        at_least(0),
+    )
     seed: int = option(
         0,
         "determines all random numbers: the same seed gives the same run",

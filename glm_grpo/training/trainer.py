@@ -27,7 +27,7 @@ from .metrics import Agreement, NotFinite, to_floats
 from .optimizer import PolicyOptimizer
 from .options import TrainerOptions
 from .ranks import Ranks, whole
-from .summary import agreement_of, require_agreement, summarise
+from .summary import agreement_of, compare_loops, require_agreement, summarise
 from .update import Tally, loss_counts, loss_options
 from .update import micro_batches, run_idle_passes, split_pieces, with_old_logprobs
 
@@ -83,6 +83,7 @@ class MinimalGRPOTrainer:
         self.stop = False  # set it to end `train` after the running step
         self.whole = True  # False while some, but not all, optimizer steps on a rollout are done
         self.last_experience, self.history = None, []  # history: each step's metrics
+        self.loops = {}  # policy -> gap between its sampling loop and scoring
         self.agreement = None  # between sampling and scoring; set by the first update
 
 
@@ -115,6 +116,8 @@ def learn(self, experience: Experience) -> dict[str, float]:
     self.last_experience = experience
     self.optimizer.schedule(self.step, self.last_step)
     with experience.measured("update", self.optimizer.device):
+        if self.step == 0:  # once per run, also if it is resumed
+            self.loops = compare_loops(self.policies, experience, self.options, self.ranks)
         lines = [self.update(minibatch) for minibatch in self.minibatches(experience)]
         self.ranks.join()
     self.step, self.whole = self.step + 1, True
@@ -184,7 +187,7 @@ def step_if_finite(self, metrics: dict[str, dict[str, float]]) -> bool:
 @patch_to(MinimalGRPOTrainer)
 def check_agreement(self, metrics: dict[str, dict[str, float]]) -> None:
     "UserError: ratios differ from 1 by more than rounding; with `allow_ratio_gap` it warns."
-    found = agreement_of(metrics, self.model, self.options, self.ranks)
+    found = agreement_of(metrics, self.model, self.options, self.ranks, self.loops)
     require_agreement(found, self.options, self.ranks)
     self.agreement = found
 
@@ -192,11 +195,12 @@ def check_agreement(self, metrics: dict[str, dict[str, float]]) -> None:
 @patch_to(MinimalGRPOTrainer)
 def measure_agreement(self, batch: dict) -> Agreement:
     "Sample a batch and score it as the first update does. Changes no weight and takes no step."
-    self.last_experience = self.collect(batch)
-    metrics = self.gradients(next(self.minibatches(self.last_experience)))
+    experience = self.last_experience = self.collect(batch)
+    self.loops = compare_loops(self.policies, experience, self.options, self.ranks)
+    metrics = self.gradients(next(self.minibatches(experience)))
     self.optimizer.zero_grad()
     self.ranks.join()
-    return agreement_of(metrics, self.model, self.options, self.ranks)
+    return agreement_of(metrics, self.model, self.options, self.ranks, self.loops)
 
 # %% ../../nbs/5_training/16_trainer.ipynb #n030
 @patch_to(MinimalGRPOTrainer)
@@ -210,16 +214,9 @@ def accumulate(self, name: str, batch: MiniBatch) -> Tally:
     for i, piece in pieces:
         new, reference = self.score(policy, piece, beta)
         piece = with_old_logprobs(piece, new)
-        loss, metrics = compute_grpo_loss(
-            new,
-            piece.old_logprobs,
-            piece.advantages.to(new.device),
-            beta=beta,
-            as_tensors=True,
-            **reference,
-            **loss_counts(batch, piece),
-            **loss_options(name, grpo),
-        )
+        given = new, piece.old_logprobs, piece.advantages.to(new.device)
+        options = reference | loss_counts(batch, piece) | loss_options(name, grpo)
+        loss, metrics = compute_grpo_loss(*given, beta=beta, as_tensors=True, **options)
         loss.backward()
         tally.add(i, piece, new, metrics)
     run_idle_passes(policy, self.last_experience.samples[name], passes - len(pieces))
