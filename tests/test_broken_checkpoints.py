@@ -61,7 +61,7 @@ def refused(checkpoint):
     assert torch.equal(trainer.policies["ar"].table, before)
     assert trainer.step == 0 and not trainer.optimizer.adamw.state
     assert trainer.train_dataloader.state_dict()["batches"] == 0
-    assert "\n" not in message and "Take another" in message
+    assert "\n" not in message and "Use another" in message
     return message
 
 
@@ -192,7 +192,7 @@ def test_a_broken_adapter_is_named_and_changes_nothing(adapter, tmp_path):
         (broken / name).write_bytes(content)
         message = refusal(model.load_adapter, broken)
         assert words in message and str(broken) in message
-        assert "Take an" in message and "\n" not in message
+        assert "Use an" in message and "\n" not in message
         shutil.rmtree(broken)
     assert all(map(torch.equal, before, model.get_trainable_parameters()))
     assert read_adapter(path).rank == 2

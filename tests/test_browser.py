@@ -360,7 +360,7 @@ def write_notebook(path, sources):
 
 
 def write_settings(folder, dark):
-    "JupyterLab asks nobody for news, and has the wanted theme."
+    "JupyterLab fetches no news, and has the wanted theme."
     for name, settings in (
         ("notification", {"fetchNews": "false", "checkForUpdates": False}),
         ("themes", {"theme": "JupyterLab Dark" if dark else "JupyterLab Light"}),

@@ -1,4 +1,4 @@
-"""Evaluations: ranks share the prompts, and nobody scores the tokens."""
+"""Evaluations: ranks share the prompts, and no process scores the tokens."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""LPIPS against the archive that its weights come from, for whoever has it."""
+"""LPIPS against the archive that its weights come from, if it is there."""
 
 from pathlib import Path
 

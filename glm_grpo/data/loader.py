@@ -90,7 +90,7 @@ def load_state_dict(
     wanted = {"batches", *_STATE_NAMES}
     if not isinstance(state, dict) or not all(type(state.get(key)) is int for key in wanted):
         raise UserError(
-            f"the checkpoint's place in the data is broken: {str(state)[:80]}. Take another "
+            f"the checkpoint's place in the data is broken: {str(state)[:80]}. Use another "
             "checkpoint."
         )
     for key, name in _STATE_NAMES.items():

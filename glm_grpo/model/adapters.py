@@ -231,7 +231,7 @@ def read_adapter(
     except Exception as error:
         raise UserError(
             f"{folder}: the adapter does not load ({type(error).__name__}: {error}). "
-            "Take another checkpoint."
+            "Use another checkpoint."
         ) from error
     check_finite_weights(tensors, Path(folder, "adapter_model.safetensors"))
     return saved
@@ -245,7 +245,7 @@ def check_finite_weights(
     for name, weight in weights.items():
         if not weight.isfinite().all():
             raise UserError(
-                f"{file}: {name} contains NaN or infinity. Take an older checkpoint, "
+                f"{file}: {name} contains NaN or infinity. Use an older checkpoint, "
                 "and train on with a lower learning rate."
             )
 

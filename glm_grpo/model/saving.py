@@ -77,7 +77,7 @@ def _read_weights_for(model, half: str, folder: Path) -> Callable[[], None]:
             saved = type(module).from_pretrained(folder, local_files_only=True, **dtype)
     except Exception as error:  # several libraries, each with its own errors
         raise UserError(
-            f"{folder}: the weights do not load ({type(error).__name__}). Take another checkpoint."
+            f"{folder}: the weights do not load ({type(error).__name__}). Use another checkpoint."
         ) from error
     state = saved.state_dict()
     check_finite_weights(state, folder)
@@ -106,7 +106,7 @@ def _read_adapter_for(model, half: str, folder: Path) -> Callable[[], None]:
     if saved_shapes != own_shapes and as_configured:
         raise UserError(
             f"{folder}/adapter_model.safetensors: tensors do not match adapter_config.json, or "
-            f"belong to another model than {model.name}. Take another checkpoint."
+            f"belong to another model than {model.name}. Use another checkpoint."
         )
     if saved_shapes != own_shapes or saved.alpha != lora.alpha:
         own_names = getattr(lora, LORA_PLACES[half].option)

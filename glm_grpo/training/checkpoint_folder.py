@@ -19,7 +19,7 @@ def not_whole(path: Path, error: Exception) -> UserError:
     "The UserError for a folder, or a file in it, that is not a complete checkpoint."
     reason = str(error).partition("\n")[0][:160]
     return UserError(
-        f"{path}: no complete checkpoint ({type(error).__name__}: {reason}). Take another one, a "
+        f"{path}: no complete checkpoint ({type(error).__name__}: {reason}). Use another one, a "
         "folder like outputs/run_001/checkpoints/checkpoint_step_10."
     )
 
@@ -32,7 +32,7 @@ def read_note(checkpoint: str | Path) -> dict:
     except (OSError, ValueError, RecursionError) as e:
         raise not_whole(checkpoint, e) from None
     if problem := _note_problem(note):
-        raise UserError(f"{path}: broken, {problem}. Take another checkpoint.")
+        raise UserError(f"{path}: broken, {problem}. Use another checkpoint.")
     return {**_NOTE_DEFAULTS, **note}
 
 # %% ../../nbs/5_training/10_checkpoint_folder.ipynb #c0f4c04

@@ -61,7 +61,7 @@ def _read(file, read):
 
 # %% ../../nbs/5_training/11_checkpoint_memory.ipynb #cb92639
 def _broken(file, what):
-    return UserError(f"{file}: broken, {what}. Take another checkpoint.")
+    return UserError(f"{file}: broken, {what}. Use another checkpoint.")
 
 
 def _check_tensors(file, tensors, weights):

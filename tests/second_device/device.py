@@ -454,7 +454,7 @@ class Event:
 
 
 class Stream:
-    "torch.cuda.Stream. Everything happens at once, so nobody waits."
+    "torch.cuda.Stream. Everything happens at once, so nothing waits."
 
     def __init__(self, device=None, priority=0):
         self.device = device
