@@ -116,8 +116,9 @@ def test_padding_changes_no_visible_row(model, inputs):
 
 @pytest.mark.parametrize("index", ([0, 0], [1]))
 @pytest.mark.parametrize("fixed", (False, True))
-def test_a_batch_of_one_prompt_needs_no_mask(model, inputs, kernel, index, fixed):
+def test_a_batch_of_one_prompt_needs_no_mask(model, inputs, kernel, index, fixed, monkeypatch):
     "Neither in the prompt's own pass nor in scoring; with fixed shapes the loop hides its room."
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)  # else the loop runs in NumPy
     together, _ = sample_and_score(model, inputs, [*index, 1 - index[0]], fixed)
     before = kernel.calls, kernel.masked_calls
     alone, logprobs = sample_and_score(model, inputs.rows([index[0]]), [0] * len(index), fixed)

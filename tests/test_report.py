@@ -184,7 +184,7 @@ def test_the_charts_of_the_steps(write, steps, charts, curves):
 
 
 def test_a_run_writes_its_steps_and_its_agreement_into_the_page(tmp_path):
-    lines = [json.dumps(line) for line in lines_of(2)]
+    lines = [json.dumps(line) for line in lines_of(5)]
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     watch = PeriodicEvaluation(tmp_path / "eval_history.jsonl", None)
     watch.agreement = BAD

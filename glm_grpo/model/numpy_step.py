@@ -48,7 +48,9 @@ class BufferedNorm:
         module: nn.Module,  # an RMS norm of transformers
         rows: int,  # N
     ):
-        self.weight, self.epsilon = module.weight.detach().numpy(), module.variance_epsilon
+        # a copy: FSDP frees the module's own memory, which it cannot while NumPy reads it
+        self.weight = module.weight.detach().clone().numpy()
+        self.epsilon = module.variance_epsilon
         self.share = np.float32(1 / len(self.weight))
         self.out = np.empty((rows, len(self.weight)), np.float32)
 
