@@ -39,6 +39,10 @@ class BufferedProduct:
             self.out += self.bias
         return self.out
 
+    def write_where(self, first: "BufferedProduct") -> None:
+        "Use the memory of another product of this size."
+        self.product, self.out = first.product, first.out
+
 # %% ../../nbs/3_model/05a_numpy_step.ipynb #c1491fc
 class BufferedNorm:
     "The module's RMS norm, always in the same memory."
@@ -51,7 +55,7 @@ class BufferedNorm:
         # a copy: FSDP frees the module's own memory, which it cannot while NumPy reads it
         self.weight = module.weight.detach().clone().numpy()
         self.epsilon = module.variance_epsilon
-        self.share = np.float32(1 / len(self.weight))
+        self.one_over_size = np.float32(1 / len(self.weight))
         self.out = np.empty((rows, len(self.weight)), np.float32)
 
     def __call__(
@@ -59,12 +63,16 @@ class BufferedNorm:
         x: np.ndarray,  # [N, H] float32
     ) -> np.ndarray:  # [N, H], until the next call
         rms = np.vecdot(x, x)
-        rms *= self.share
+        rms *= self.one_over_size
         rms += self.epsilon
         np.sqrt(rms, out=rms)
         np.divide(x, rms[:, None], out=self.out)
         self.out *= self.weight
         return self.out
+
+    def write_where(self, first: "BufferedNorm") -> None:
+        "Use the memory of another norm of this size."
+        self.out = first.out
 
 # %% ../../nbs/3_model/05a_numpy_step.ipynb #c1b37f1
 def attend(
@@ -118,10 +126,10 @@ def buffered_parts(
 
 def share_buffers(layers: list[LayerParts]) -> None:
     "All layers write where the first one writes: this memory stays in the processor's cache."
-    for layer in layers[1:]:
-        for name, part in vars(layer).items():
-            for memory in {"out", "product"} & vars(part).keys():
-                setattr(part, memory, getattr(getattr(layers[0], name), memory))
+    for name, first in vars(layers[0]).items():
+        if isinstance(first, (BufferedNorm, BufferedProduct)):
+            for layer in layers[1:]:
+                getattr(layer, name).write_where(first)
 
 
 def with_room(
