@@ -13,6 +13,7 @@ import torch.nn.functional as F
 
 from glm_grpo.maths.noise import named_uniforms
 from glm_grpo.model.padding import choose_attention_kernels, visibility
+from glm_grpo.model import sampling
 from glm_grpo.model.sampling import sample_tokens
 from glm_grpo.model.scoring import score_tokens
 from glm_grpo.model.tokens import prepare_prompts
@@ -118,7 +119,7 @@ def test_padding_changes_no_visible_row(model, inputs):
 @pytest.mark.parametrize("fixed", (False, True))
 def test_a_batch_of_one_prompt_needs_no_mask(model, inputs, kernel, index, fixed, monkeypatch):
     "Neither in the prompt's own pass nor in scoring; with fixed shapes the loop hides its room."
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)  # else the loop runs in NumPy
+    monkeypatch.setattr(sampling, "attend", sampling.fused_attend)  # on a CPU it asks no kernel
     together, _ = sample_and_score(model, inputs, [*index, 1 - index[0]], fixed)
     before = kernel.calls, kernel.masked_calls
     alone, logprobs = sample_and_score(model, inputs.rows([index[0]]), [0] * len(index), fixed)

@@ -188,16 +188,13 @@ def test_settings_are_hot(ar, inputs, sampled, K):
         assert kept is None
 
 
-@pytest.mark.parametrize("fixed, threads", [(False, 1), (False, 3), (True, 1)])
-def test_loop_gives_the_models_logits(ar, tuned, inputs, sampled, K, fixed, threads, monkeypatch):
-    "In NumPy on one thread, in PyTorch on three, and with fixed shapes."
-    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+@pytest.mark.parametrize("fixed", (False, True))
+def test_loop_gives_the_models_logits(ar, tuned, inputs, sampled, K, fixed):
     token_ids = sampled[2]
     found = {}
     for name, model in {"plain": ar, "tuned": tuned}.items():
         with torch.no_grad():
             loop, steps = SamplingLoop(model, inputs, torch.tensor(INDEX), fixed), []
-            assert (loop.numpy_step is None) == (fixed or threads > 2)
             for ids in token_ids.T:
                 steps.append(loop.logits())
                 loop.advance(ids)
