@@ -363,7 +363,7 @@ def bench_tokens(
         say(f"an image in a group of {line['group_size']}: {_per_image(line):.3f} s")
     del model
     step = measure_steps_in_turns(bench, device, say)
-    wanted = 2 if device.type == "cpu" else None
+    wanted = 3 if device.type == "cpu" else None
     speeds = speed["ours"], speed["plain"], "tokens/s"
     rows = [table_row(f"sampling, {rows_and_tokens}", *speeds, more_is_better=True, wanted=wanted)]
     rows += step_rows(bench, step, device)
