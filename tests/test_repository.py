@@ -226,6 +226,8 @@ def test_notebook_was_run_to_its_end(notebook):
         source = "".join(cell["source"])
         assert cell.get("id"), "a cell without an id gets a random one"
         errors = [o["evalue"] for o in cell["outputs"] if o["output_type"] == "error"]
+        warned = [o["text"] for o in cell["outputs"] if o.get("name") == "stderr"]
+        assert warned == [], "warnings of the author's machine"
         assert errors == []
         if shows_something.search(source) and not re.match(r"#\|\s*(export|hide)", source):
             assert cell["outputs"], f"no output: {source[:80]}"
