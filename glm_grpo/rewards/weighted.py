@@ -51,7 +51,7 @@ def _current_device() -> int | None:
 def _serve(jobs):
     "A worker's thread: make each call that comes, until None comes."
     if not torch.accelerator.is_available():
-        torch.set_num_threads(1)  # of this thread alone
+        torch.set_num_threads(1)  # of this thread and later ones, not of the main thread
     for answer, call, device in iter(jobs.get, None):
         try:
             if device is not None:
