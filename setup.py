@@ -9,7 +9,7 @@ from setuptools.command.build_py import build_py
 
 here = Path(__file__).parent
 # What the default runs need. The rest of data/ (example runs, benchmarks) is in the repository.
-PACKED = ("tiny-glm-image", "t2i", "i2i", "words", "drawings", "suites", "weights")
+PACKED = ("tiny-glm-image", "t2i", "i2i", "words", "drawings", "weights")
 
 
 class BuildWithData(build_py):
@@ -30,6 +30,7 @@ config.read(here / "settings.ini", encoding="utf-8")
 cfg = config["DEFAULT"]
 readme = here / "README.md"
 rewards = cfg["rewards_requirements"].split()
+serve = cfg["serve_requirements"].split()
 
 setup(
     name=cfg["lib_name"],
@@ -43,15 +44,16 @@ setup(
     python_requires=">=" + cfg["min_python"],
     # named, or tests and tools would be packed as well
     packages=find_packages(include=[cfg["lib_name"], cfg["lib_name"] + ".*"]),
-    package_data={cfg["lib_name"]: ["py.typed"]},
+    package_data={cfg["lib_name"]: ["py.typed", "run/page.html"]},
     install_requires=cfg["requirements"].split(),
     cmdclass={"build_py": BuildWithData},
     extras_require={
         "rewards": rewards,
+        "serve": serve,
         "datasets": cfg["datasets_requirements"].split(),
         "8bit": cfg["eight_bit_requirements"].split(),
         "docs": cfg["docs_requirements"].split(),
-        "dev": cfg["dev_requirements"].split() + rewards,
+        "dev": cfg["dev_requirements"].split() + rewards + serve,
     },
     zip_safe=False,
 )

@@ -21,6 +21,7 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-8}"
 hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
 first_host=${hosts%%$'\n'*}                 # the launchers meet here
 port=$((20000 + SLURM_JOB_ID % 10000))      # two jobs on a machine need two ports
+export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"  # srun does not inherit it (SLURM 22.05 and later)
 srun --kill-on-bad-exit=1 \
     torchrun --nnodes "$SLURM_JOB_NUM_NODES" --nproc_per_node "${SLURM_GPUS_ON_NODE:-8}" \
     --rdzv_backend c10d --rdzv_endpoint "$first_host:$port" --rdzv_id "$SLURM_JOB_ID" \

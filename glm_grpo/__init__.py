@@ -1,6 +1,13 @@
 """GRPO for GLM-Image, written as notebooks."""
 
 import importlib
+import os
+from typing import TYPE_CHECKING
+
+# Threads that wait for each other spin, by default for milliseconds, and on a busy machine they take
+# the time of the thread they wait for. It is read when torch is imported.
+if "OMP_WAIT_POLICY" not in os.environ:
+    os.environ.setdefault("GOMP_SPINCOUNT", "500")
 
 __version__ = "0.1.0"
 
@@ -23,6 +30,19 @@ _HOMES = {
 }
 
 __all__ = list(_HOMES)
+
+if TYPE_CHECKING:  # the same names for editors and type checkers, which run no code
+    from .data.images import pil_to_tensor, tensor_to_pil
+    from .data.loader import make_dataloader
+    from .data.prompts import I2IDataset, T2IDataset
+    from .maths.advantages import compute_advantages
+    from .maths.loss import compute_grpo_loss
+    from .maths.sde import sde_step
+    from .model.wrapper import GLMImageWrapper
+    from .rewards.calling import simple_reward_function
+    from .rewards.edits import edit_reward
+    from .rewards.signs import sign_reward
+    from .training.trainer import MinimalGRPOTrainer
 
 
 def __getattr__(name):

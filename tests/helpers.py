@@ -50,7 +50,7 @@ def small(folder, *words):
         "--data.prompts_file": folder / "prompts.txt",
         "--data.image_size": 64,
         "--training.batch_size": 1,
-        "--reward.grpo.num_samples": 2,
+        "--reward.grpo.group_size": 2,
         "--rollout.num_inference_steps": 1,
         "--rollout.guidance_scale": 1,
         "--rollout.temperature": 3,

@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from helpers import ROOT
 
 from glm_grpo.model.wrapper import GLMImageWrapper
-from glm_grpo.training.metrics import Agreement, PolicyGap, allowed_gap, gap_numbers
+from glm_grpo.training.agreement import Agreement, old_new_gap
+from glm_grpo.training.update import gap_numbers
 
 PROMPTS = ["a cat in the middle on a red ground", "a dog", "a blue bird on a green ground"]
 SIZE = {"height": 128, "width": 128, "num_inference_steps": 3, "guidance_scale": 1.5}
@@ -42,10 +43,10 @@ class Sampled:
         samples, gaps = policy.samples(changed, 1), []
         for start in range(0, len(own), size):
             rows = slice(start, start + size)
-            new = [policy.score(piece) for piece in policy.pieces(samples.rows(rows))]
+            new = [policy.score(chunk) for chunk in policy.chunks(samples.rows(rows))]
             gaps.append(torch.cat(new, 1) - own.old_logprobs[rows])
-        numbers = [number.item() for number in gap_numbers(torch.cat(gaps)).values()]
-        gap = PolicyGap(*numbers, allowed_gap(name, self.dtype))
+        numbers = {k: v.item() for k, v in gap_numbers(torch.cat(gaps), "gap").items()}
+        gap = old_new_gap(numbers, name, self.dtype, clip=0.2)
         return Agreement({name: gap}, self.dtype, size)
 
 
@@ -71,13 +72,13 @@ def test_products_in_another_order_pass_with_room(sampled, name, monkeypatch):
 @pytest.mark.parametrize("factor", [0.95, 1.05])
 def test_a_temperature_wrong_by_5_percent_stops(sampled, factor):
     wrong = factor * HOT["temperature"]
-    assert "ar: log-probs differ" in sampled.card("ar", tokens={"temperature": wrong}).problem()
+    assert "ar: new and old differ" in sampled.card("ar", tokens={"temperature": wrong}).problem()
 
 
 def test_another_timestep_stops(sampled):
     noise = sampled.rollout.denoising.noise
     wrong = replace(noise, decisions=(1,) * len(noise.decisions))
-    assert "dit: log-probs differ" in sampled.card("dit", denoising={"noise": wrong}).problem()
+    assert "dit: new and old differ" in sampled.card("dit", denoising={"noise": wrong}).problem()
 
 
 def test_a_guidance_scale_wrong_by_1_percent_stops_in_float32(sampled):

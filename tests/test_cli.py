@@ -73,7 +73,7 @@ WRONG_OPTIONS = {
     ),
     "more noise than cps has": ("--model.component dit --rollout.noise_level 1.5", "at most 1"),
     "one image of each sample of tokens": (
-        "--model.component both --reward.grpo.pictures_per_sample 1",
+        "--model.component both --reward.grpo.images_per_sample 1",
         "at least 2",
     ),
     "no such adapter layer in the DiT": (
@@ -81,7 +81,7 @@ WRONG_OPTIONS = {
         f"{MINE} --reward.functions FOLDER/green.py:green",
         "qkv",
     ),
-    "a group of one": ("--reward.grpo.num_samples 1", "at least 2"),
+    "a group of one": ("--reward.grpo.group_size 1", "at least 2"),
     "not a multiple of 32": ("--data.image_size 100", "96"),
     "not a multiple of 32, one side": ("--data.image_size '[128, 130]'", "128"),
     "a negative learning rate": ("--training.learning_rate -1e-3", "more than 0"),
@@ -342,7 +342,7 @@ RICH = {
     "--training.ema_decay": 0.5,
     "--training.mini_batches": 2,
     "--training.updates_per_rollout": 2,
-    "--reward.grpo.num_samples": 3,
+    "--reward.grpo.group_size": 3,
     "--training.learning_rate": 0.01,
     "--reward.grpo.beta": 0.01,
 }

@@ -27,8 +27,8 @@ AT_LEAST = {
     "training.weight_decay": 0,
     "training.warmup_steps": 0,
     "training.seed": 0,
-    "reward.grpo.num_samples": 2,
-    "reward.grpo.pictures_per_sample": 2,
+    "reward.grpo.group_size": 2,
+    "reward.grpo.images_per_sample": 2,
     "reward.grpo.beta": 0,
     "rollout.window": 1,
     "rollout.num_inference_steps": 1,
@@ -57,7 +57,7 @@ AT_MOST = {
     "training.learning_rate": 1,
     "training.dit_learning_rate": 1,
     "training.weight_decay": 10,
-    "reward.grpo.num_samples": 10_000,
+    "reward.grpo.group_size": 10_000,
     "rollout.num_inference_steps": 1000,
     "rollout.temperature": 100,
     "rollout.guidance_scale": 100,
@@ -136,7 +136,7 @@ def test_names_outside_the_list(option):
 
 
 SLIPS = {  # words -> a part of the message
-    "--reward.grpo.num_samples 1": "a group needs at least 2. Start with 8",
+    "--reward.grpo.group_size 1": "a group needs at least 2. Start with 8",
     "--reward.grpo.beta -0.1": "reward.grpo.beta -0.1: must be at least 0",
     "--reward.grpo.beta 0.1 --model.lora false": "needs model.lora true",
     "--model.torch_dtype float16 --model.lora false": "float16 cannot train all weights",

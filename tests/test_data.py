@@ -12,13 +12,12 @@ import torch
 from PIL import Image
 
 from glm_grpo.data.basics import UserError, refusal
-from glm_grpo.data.edits import EDITS, sample_edits
 from glm_grpo.data.files import atomic_dir, atomic_write
 from glm_grpo.data.images import load_image, match_images, pil_to_tensor, tensor_to_pil
 from glm_grpo.data.loader import PromptSampler, endless_batches, make_dataloader
 from glm_grpo.data.prompts import I2IDataset, T2IDataset, collate, split_off
 from glm_grpo.data.rows import read_lines, read_prompts, read_rows
-from glm_grpo.data.scenes import Scene, parse_prompt, sample_scenes, split_of, word_is_held_out
+from glm_grpo.data.scenes import Scene, parse_prompt, sample_scenes, split_of, words_of
 
 COLORS = [(220, 40, 40), (40, 160, 60), (40, 80, 220)]
 PROMPTS = ["a red disc", "a green disc", "a blue disc"]
@@ -69,7 +68,7 @@ def test_ranks_together_see_what_one_rank_sees(world):
     alone = list(itertools.islice(PromptSampler(10, 6, seed=7), 9))
     samplers = [PromptSampler(10, 6, seed=7, rank=rank, world=world) for rank in range(world)]
     shares = [list(itertools.islice(sampler, 9)) for sampler in samplers]
-    assert [sum(pieces, []) for pieces in zip(*shares)] == alone
+    assert [sum(chunks, []) for chunks in zip(*shares)] == alone
 
 
 @pytest.mark.parametrize("stop", range(8))
@@ -624,21 +623,12 @@ def test_counts_read_the_plural():
 
 @pytest.mark.parametrize("split", ["pretrain", "train", "heldout"])
 def test_samples_stay_in_their_split(split):
-    scenes = sample_scenes(split, 60, OBJECTS, seed=5)
-    targets = [edit.target for edit in sample_edits(split, 20, OBJECTS, seed=5)]
-    for scene in scenes + targets:
+    for scene in sample_scenes(split, 60, OBJECTS, seed=5):
         assert split_of(scene) == split
-        assert scene.word is None or word_is_held_out(scene.word) == (split == "heldout")
+        assert scene.word is None or scene.word in words_of(split)
+    assert not set(words_of("heldout")) & set(words_of("train"))
 
 
 def test_samples_are_the_same_for_the_same_seed_only():
     assert sample_scenes("train", 20, OBJECTS, 1) == sample_scenes("train", 20, OBJECTS, 1)
     assert sample_scenes("train", 20, OBJECTS, 1) != sample_scenes("train", 20, OBJECTS, 2)
-    assert sample_edits("train", 8, OBJECTS, 1) == sample_edits("train", 8, OBJECTS, 1)
-    assert sample_edits("train", 8, OBJECTS, 1) != sample_edits("train", 8, OBJECTS, 2)
-
-
-def test_kinds_of_edit_come_in_turn_and_none_twice():
-    edits = sample_edits("train", 120, OBJECTS)  # so many that a choice comes up again
-    assert [edit.kind for edit in edits] == list(EDITS) * 30
-    assert len(set(edits)) == 120

@@ -81,21 +81,14 @@ def test_complete_folder_is_accepted(empty_model):
     loading.check_model_folder(empty_model)
 
 
-@pytest.mark.parametrize("part", loading._PART_FILES)
-def test_missing_settings_are_named(empty_model, part):
-    name = loading._PART_FILES[part][0]
-    for file in loading._PART_FILES[part]:
-        (empty_model / part / file).unlink(missing_ok=True)
-    message = refusal(loading.check_model_folder, empty_model)
-    assert f"{part}/{name} is missing." in message
-
-
-@pytest.mark.parametrize("part", loading._WITH_WEIGHTS)
-def test_missing_weights_are_named(empty_model, part):
+@pytest.mark.parametrize("part", loading._PARTS)
+def test_missing_files_are_named(empty_model, part):
     for file in (empty_model / part).glob("*.safetensors*"):
         file.unlink()
     message = refusal(loading.check_model_folder, empty_model)
     assert f"{part}/*.safetensors is missing: the weights." in message
+    (empty_model / part / "config.json").unlink()
+    assert f"{part}/config.json: " in refusal(loading.check_model_folder, empty_model)
 
 
 def test_missing_shard_is_named(empty_model):
@@ -105,24 +98,15 @@ def test_missing_shard_is_named(empty_model):
     (empty_model / "transformer/model-00001.safetensors").touch()
     message = refusal(loading.check_model_folder, empty_model)
     assert "transformer/model-00002.safetensors is missing" in message
-    for content in ("", "[]", "{}", '{"weight_map": 3}'):
+    for content in ("", "[]", "{}"):
         index.write_text(content)
-        message = refusal(loading.check_model_folder, empty_model)
-        assert "index.json: not valid JSON with a weight_map. Download" in message
-
-
-def test_either_settings_file_of_the_processor_will_do(empty_model):
-    names = loading._PART_FILES["processor"]
-    for name in names:
-        (empty_model / "processor" / name).unlink(missing_ok=True)
-    (empty_model / "processor" / names[1]).write_text("{}")
-    loading.check_model_folder(empty_model)
+        assert "safetensors.index.json: " in refusal(loading.check_model_folder, empty_model)
 
 
 @pytest.mark.parametrize("content", ["", "[1, 2", "{}", "[]", "null"])
 def test_broken_model_index(empty_model, content):
     (empty_model / "model_index.json").write_text(content)
-    assert "not valid JSON" in refusal(loading.check_model_folder, empty_model)
+    assert "model_index.json: " in refusal(loading.check_model_folder, empty_model)
 
 
 def test_other_pipelines_are_refused(empty_model):
@@ -217,7 +201,7 @@ def test_without_decisions_only_latents_are_kept(pipe, inputs, start):
 
 @pytest.mark.parametrize("sde_type, with_sources", [("sde", True), ("cps", False)])
 def test_ratio_is_one(pipe_of_dtype, inputs, start, sde_type, with_sources):
-    "Sampled log-probs and scored ones are the same bits, in any order of rows and for any piece."
+    "Sampled log-probs and scored ones are the same bits, in any order of rows and for any chunk."
     pipe = pipe_of_dtype
     if with_sources:
         a, b = one_source(pipe, 30), one_source(pipe, 200)
@@ -351,7 +335,7 @@ def test_broken_adapters(tmp_path):
 def test_layout_needs_a_whole_model(empty_model):
     assert "its header cannot be read" in refusal(sizes.model_layout, empty_model)
     (empty_model / "vae/config.json").unlink()
-    assert "vae/config.json is missing" in refusal(sizes.model_layout, empty_model)
+    assert "vae/config.json: " in refusal(sizes.model_layout, empty_model)
 
 
 def test_unknown_hub_ids_have_no_layout():

@@ -3,6 +3,7 @@
 import importlib.util
 import math
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch.nn.functional as F
 from helpers import ROOT
 from test_masked_rows import Kernel
 
-from glm_grpo.training.metrics import Agreement, PolicyGap
+from glm_grpo.training.agreement import Agreement, Gap
 
 CPU = torch.device("cpu")
 spec = importlib.util.spec_from_file_location("first_minutes", ROOT / "tools/first_minutes.py")
@@ -30,12 +31,19 @@ def verdict(check, *arguments):
 def test_on_a_cpu_what_needs_a_gpu_is_skipped(short, capsys):
     assert tool.main(["--device", "cpu"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("torch ") and lines[-1] == "9 passed, 0 failed, 8 skipped"
+    assert lines[0].startswith("torch ") and lines[-1] == "10 passed, 0 failed, 10 skipped"
     skipped = [line for line in lines if line.startswith("skipped")]
     assert all(line.endswith("needs a CUDA device") for line in skipped)
     assert any("eager against CUDA graph" in line for line in skipped)
     passed = "\n".join(line for line in lines if line.startswith("pass"))
-    for name in ("default, padded", "math, no padding", "bfloat16: ar", "bfloat16: dit", "peak"):
+    for name in (
+        "default, padded",
+        "math, no padding",
+        "bfloat16: ar",
+        "bfloat16: dit",
+        "one fails",
+        "peak",
+    ):
         assert name in passed
 
 
@@ -75,12 +83,12 @@ def test_a_kernel_with_wrong_numbers_fails(monkeypatch):
 
 
 def test_another_ratio_fails(monkeypatch):
-    def score(self, policy, piece, beta):
-        return 1.5 * policy.score(piece), {}
+    def score(self, policy, chunk, beta):
+        return 1.5 * policy.score(chunk), {}
 
     monkeypatch.setattr(tool.MinimalGRPOTrainer, "score", score)
     card = tool.measure_agreement.__wrapped__(CPU)
-    gap = PolicyGap(largest=math.nan, mean=math.nan, kl=math.nan, allowed=0.2)
+    gap = Gap(largest=math.nan, mean=math.nan, kl=math.nan, allowed=0.2)
     for found in (card, Agreement({"ar": gap, "dit": gap}, "bfloat16", 4)):
         monkeypatch.setattr(tool, "measure_agreement", lambda device, found=found: found)
         for policy in ("ar", "dit"):
@@ -141,6 +149,17 @@ def test_host_waits_fail(monkeypatch):
         monkeypatch.setattr(tool, "count_waits", lambda sample, counts=counts: next(counts))
         expected = "FAIL" if waits else "pass"
         assert verdict(tool.waits_of_loop, work) == expected
+
+
+def test_ranks_that_do_not_end_fail():
+    with pytest.raises(tool.Failed, match="have not ended"):
+        tool.check_failing_rank(CPU, limit=0.5)
+
+
+def test_a_step_without_a_gradient_fails():
+    trainer = SimpleNamespace(train_step=lambda batch: {"grad_norm": math.nan})
+    with pytest.raises(tool.Failed, match="norm is nan"):
+        tool.train_once(trainer)
 
 
 def test_a_peak_that_is_no_number_fails(monkeypatch):

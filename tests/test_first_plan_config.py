@@ -31,7 +31,7 @@ BLOCKS = {
     ),
     "the distance to a target": (
         "reward: {use_advanced: false, grpo: {num_samples: 4, clip_range: 0.2}}",
-        {"reward.use_advanced": False, "reward.grpo.num_samples": 4},
+        {"reward.use_advanced": False, "reward.grpo.group_size": 4},
         [],
     ),
     "a sum of metrics": (
@@ -80,8 +80,8 @@ BLOCKS = {
     ),
     "the size of a group": (
         "training: {group_size: 6}",
-        {"reward.grpo.num_samples": 6},
-        ["training.group_size is called reward.grpo.num_samples here"],
+        {"reward.grpo.group_size": 6},
+        ["training.group_size is called reward.grpo.group_size here"],
     ),
     "accumulated gradients": (
         "training: {gradient_accumulation_steps: 4}",
@@ -182,7 +182,7 @@ data:
 
 @pytest.mark.parametrize(
     ("word", "option"),
-    [("--kl_coef", "reward.grpo.beta"), ("--group_size", "reward.grpo.num_samples")],
+    [("--kl_coef", "reward.grpo.beta"), ("--group_size", "reward.grpo.group_size")],
 )
 def test_old_names_as_words_are_suggested(word, option):
     assert f"Did you mean --{option}?" in refusal(parse_args, [word, "1"])

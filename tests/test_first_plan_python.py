@@ -213,6 +213,28 @@ def test_what_a_trainer_does_not_take_is_told(changes, words):
     assert words in refusal(MinimalGRPOTrainer, model_of("ar"), **arguments)
 
 
+def test_the_order_of_the_first_version_is_told():
+    "model, tokenizer, dataloader, reward: the reward lands in group_size."
+    for reward in (simple_reward_function, {"ar": simple_reward_function}):
+        message = refusal(MinimalGRPOTrainer, model_of("ar"), None, [], reward)
+        assert "tokenizer: " in message and "model, train_dataloader, reward_function" in message
+
+
+def test_a_trainer_and_its_model_have_the_plans_attributes():
+    trainer = trainer_of([], clip_range=0.1)
+    assert trainer.device == trainer.model.device and trainer.tokenizer is trainer.model.tokenizer
+    assert trainer.reward_function is simple_reward_function
+    assert (trainer.group_size, trainer.clip_range) == (2, 0.1)
+    for name, value in SMALL.items():
+        assert getattr(trainer, name) == value
+    assert trainer.model.train() is trainer.model
+
+
+def test_the_clip_range_is_that_of_tokens_as_in_yaml():
+    grpo = trainer_of([], model_of("both"), clip_range=0.3).options.grpo
+    assert (grpo.clip_range, grpo.dit_clip_range) == (0.3, 1e-4)
+
+
 def test_a_batch_without_prompts_is_told():
     trainer = trainer_of([["a cat"]], callbacks=())
     assert "a batch is a list, and must be a dict with prompts" in refusal(trainer.train, 1)

@@ -27,6 +27,7 @@ SCONTROL = """\
 SRUN = """\
 #!/usr/bin/env bash
 [ "$1" = --kill-on-bad-exit=1 ] && shift
+[ "$SRUN_CPUS_PER_TASK" = 64 ] || exit 3
 for machine in one two; do
     (cd "$MACHINES/$machine" && exec "$@" >"$MACHINES/$machine.log" 2>&1) &
     running+=($!)
@@ -89,6 +90,7 @@ def test_the_slurm_script_for_several_machines_trains(tmp_path, at_root):
     words = small(tmp_path, *words, "--output_dir")
     assert main(*words, tmp_path / "run") == 0
     job = {"SLURM_JOB_ID": free_port(), "SLURM_JOB_NUM_NODES": 2, "SLURM_GPUS_ON_NODE": 1}
+    job["SLURM_CPUS_PER_TASK"] = 64
     run_all(
         [["bash", str(SCRIPTS / "slurm_several_machines.sh"), *words, "run"]],
         PATH=install(tmp_path / "bin", srun=SRUN, scontrol=SCONTROL),

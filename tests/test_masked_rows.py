@@ -12,8 +12,9 @@ import torch
 import torch.nn.functional as F
 
 from glm_grpo.maths.noise import named_uniforms
-from glm_grpo.model.padding import choose_attention_kernels, visibility
 from glm_grpo.model import sampling
+from glm_grpo.model.memory import checkpointing
+from glm_grpo.model.padding import visibility
 from glm_grpo.model.sampling import sample_tokens
 from glm_grpo.model.scoring import score_tokens
 from glm_grpo.model.tokens import prepare_prompts
@@ -74,7 +75,7 @@ def inputs(model):
 def sample_and_score(model, inputs, index, fixed=False):
     "(tokens, log-probs with gradient), hot: temperature 1.5, all tokens kept."
     numbers = named_uniforms([f"sample {i}" for i in range(len(index))], inputs.num_tokens)
-    ids, _ = sample_tokens(model.ar, inputs, index, numbers, 1.5, 1.0, fixed_shapes=fixed)
+    ids, _, _ = sample_tokens(model.ar, inputs, index, numbers, 1.5, 1.0, fixed_shapes=fixed)
     return ids, score_tokens(model.ar, inputs, index, ids, 1.5)
 
 
@@ -157,10 +158,38 @@ def test_a_training_step_stays_finite(kernel, component):
     assert norms and all(0 < norm < 1e9 for norm in norms)
 
 
-def test_cudnn_attention_is_off_on_cuda(monkeypatch):
-    calls = []
-    monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", calls.append)
-    choose_attention_kernels("cpu")
-    assert calls == []
-    choose_attention_kernels("cuda:1")
-    assert calls == [False]
+@pytest.fixture
+def allowed(monkeypatch):
+    "For each call of attention so far, whether cuDNN was allowed."
+    attend, asked = F.scaled_dot_product_attention, []
+
+    def note_and_attend(*args, **kwargs):
+        asked.append(torch.backends.cuda.cudnn_sdp_enabled())
+        return attend(*args, **kwargs)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", note_and_attend)
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    return asked
+
+
+def test_the_language_model_does_not_use_cudnn(inputs, allowed):
+    "Neither in sampling and scoring, nor where the backward pass repeats a layer."
+    options = {"torch_dtype": "float32", "device": "cpu", "lora": {"rank": 2}}
+    model = GLMImageWrapper(FOLDER, "ar", gradient_checkpointing=True, **options)
+    layers = model.ar.model.language_model.layers
+    ids, _ = sample_and_score(model, inputs, INDEX, fixed=True)
+    with checkpointing(layers, True):
+        logprobs = score_tokens(model.ar, inputs, INDEX, ids, 1.5)
+    before = len(allowed)
+    logprobs.mean().backward()
+    assert len(allowed) - before == len(layers)
+    assert not any(allowed)
+    assert torch.backends.cuda.cudnn_sdp_enabled()
+
+
+def test_the_dit_may_use_cudnn(model, allowed):
+    sizes = {"height": 32, "width": 32, "num_inference_steps": 2}
+    rollout = model.generate_with_tracking(PROMPTS, score=False, noise_level=0.7, **sizes)
+    allowed.clear()
+    model.compute_denoising_logprobs(rollout).mean().backward()
+    assert allowed and all(allowed)

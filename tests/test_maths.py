@@ -240,7 +240,7 @@ RAGGED = torch.arange(5) < torch.tensor([1, 5, 3, 5, 2, 4])[:, None]
 
 
 def gradient(cuts=(0, 6), advantages=ADVANTAGES, mask=RAGGED, **options):
-    "Sum of the losses and of the gradients of the pieces between the cuts."
+    "Sum of the losses and of the gradients of the chunks between the cuts."
     leaf = NEW.clone().requires_grad_()
     total = 0
     for rows in map(slice, cuts, cuts[1:]):
@@ -279,8 +279,8 @@ def test_loss_with_an_advantage_per_decision(loss_type):
     counts = {"num_samples": 6, "num_decisions": int(RAGGED.sum())}
     own = torch.randn(6, 5, generator=seeded(3), dtype=torch.float64)
     whole = gradient(advantages=own, loss_type=loss_type)
-    pieces = gradient((0, 1, 4, 6), advantages=own, loss_type=loss_type, **counts)
-    assert all(map(torch.allclose, whole, pieces))
+    chunks = gradient((0, 1, 4, 6), advantages=own, loss_type=loss_type, **counts)
+    assert all(map(torch.allclose, whole, chunks))
     leaf = OLD.clone().requires_grad_()
     one_only = torch.zeros(6, 5, dtype=torch.float64)
     one_only[2, 3] = 1.0
@@ -471,7 +471,7 @@ def test_loss_does_not_wait_for_the_device(loss_type):
 
 
 @pytest.mark.parametrize("as_tensors", [False, True])
-def test_loss_metrics_of_pieces_combine_to_those_of_the_whole(as_tensors):
+def test_loss_metrics_of_chunks_combine_to_those_of_the_whole(as_tensors):
     _, whole = compute_grpo_loss(NEW, OLD, ADVANTAGES, ref_logprobs=REF)
     parts = []
     for rows in (slice(0, 1), slice(1, 4), slice(4, 6)):

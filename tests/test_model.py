@@ -71,8 +71,8 @@ def largest_change(model, rollout, size):
     for name, policy in model.policies.items():
         samples, changes = policy.samples(rollout, len(rollout)), []
         for start in range(0, len(samples), size):
-            for piece in policy.pieces(samples.rows(slice(start, start + size))):
-                changes.append((policy.score(piece) - piece.old_logprobs).abs().max().item())
+            for chunk in policy.chunks(samples.rows(slice(start, start + size))):
+                changes.append((policy.score(chunk) - chunk.old_logprobs).abs().max().item())
         found[name] = max(changes)
     return found
 

@@ -5,8 +5,7 @@ import pytest
 import torch
 from helpers import counting_reward, evaluate_main, files, main, resume, small, step_of, steps, told
 
-from glm_grpo.rewards.remote import Endpoint
-from glm_grpo.rewards.reward_server import serve
+from glm_grpo.rewards.remote import RewardServer, serve
 
 pytestmark = pytest.mark.usefixtures("at_root")
 
@@ -140,13 +139,13 @@ def run_with_a_server(folder, monkeypatch):
     monkeypatch.setenv("GLM_GRPO_TOKEN", "open-sesame")
     run, words = folder / "run", small(folder, "--num_steps", 1, "--training.trackers", "null")
     at, heard = words.index("--reward.functions"), []
-    exchange = Endpoint.exchange
+    refusal = RewardServer.refusal
 
-    def listened(self, *arguments):
-        heard.append((self.url, self.token))
-        return exchange(self, *arguments)
+    def listened(self, authorization, length):
+        heard.append((self.url, authorization.removeprefix("Bearer ")))
+        return refusal(self, authorization, length)
 
-    monkeypatch.setattr(Endpoint, "exchange", listened)
+    monkeypatch.setattr(RewardServer, "refusal", listened)
     with serve(brightness) as server:
         words[at : at + 2] = ["--reward.remote", f"{{far: {server.url}}}"]
         assert main(*words, "--reward.metrics", "{far: 1}", "--output_dir", run) == 0

@@ -96,7 +96,7 @@ def test_one_update_needs_them_in_the_first_step_of_a_run():
 
 def test_a_gap_that_was_let_pass_is_measured_in_each_step():
     trainer, asked = toy_steps(allow_ratio_gap=True)
-    trainer.score = lambda policy, piece, beta: (1.02 * policy.score(piece), {})
-    with pytest.warns(UserWarning, match="not 1 before the first update"):
+    trainer.score = lambda policy, chunk, beta: (1.02 * policy.score(chunk), {})
+    with pytest.warns(UserWarning, match="new and old differ"):
         lines = trainer.train(3)
     assert asked == [True] * 3 and all(line["old_new_gap"] > 1e-3 for line in lines)

@@ -39,9 +39,10 @@ def test_wheel_holds_the_package_and_the_data_of_the_default_runs(wheel):
     tops = {name.split("/")[0] for name in names}
     assert tops == {"glm_grpo", next(top for top in tops if top.endswith(".dist-info"))}
     packed = {name.split("/")[2] for name in names if name.startswith("glm_grpo/_data/")}
-    expected = {"tiny-glm-image", "t2i", "i2i", "words", "drawings", "suites", "weights"}
+    expected = {"tiny-glm-image", "t2i", "i2i", "words", "drawings", "weights"}
     assert packed == expected
-    assert "glm_grpo/py.typed" in names and "glm_grpo/_data/drawings/LICENSES.md" in names
+    assert {"glm_grpo/py.typed", "glm_grpo/run/page.html"} <= set(names)
+    assert "glm_grpo/_data/drawings/LICENSES.md" in names
     assert wheel.stat().st_size < 20e6
 
 

@@ -3,6 +3,7 @@ and an error of one rank ends all."""
 
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -162,10 +163,10 @@ def test_a_rank_that_fails_ends_all_with_its_reason(tmp_path):
     assert failed_status != 0 and "the paint is dry" in failed_said
 
 
-def launched(*words):
+def launched(*words, program=("-m", "glm_grpo.train")):
     "torchrun, for `accelerate launch` starts several processes on GPUs only (on CPUs through MPI)."
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", 2]
-    command += ["--master_port", free_port(), "-m", "glm_grpo.train", *words]
+    command += ["--master_port", free_port(), *program, *words]
     return subprocess.run(
         [str(word) for word in command],
         cwd=ROOT,
@@ -235,6 +236,16 @@ def test_a_run_on_two_ranks_writes_once_and_goes_on_bit_for_bit(tmp_path, full):
     succeeds("--resume", "latest", "--output_dir", run, "--trust_run_code")
     assert without_seconds(run) == straight
     assert weights(checkpoints / "checkpoint_final") == final
+
+
+def test_a_rank_that_fails_alone_says_so_and_ends_all(tmp_path):
+    """Out of memory in the update, on one rank, where leaving the process group waits for the
+    peers: they wait for gradients."""
+    begun = time.monotonic()
+    done = launched(*on_two_ranks(tmp_path), program=["tests/programs/fails_alone.py"])
+    assert done.returncode != 0 and time.monotonic() - begun < 200
+    assert "error: Out of memory. Lower training.micro_batch_size" in done.stderr
+    assert re.search(r"rank *: 1 .*\n.*exitcode *: 2", done.stderr), done.stderr[-3000:]
 
 
 KILLED = """\

@@ -43,7 +43,7 @@ def test_command_line(tmp_path):
             assert remote.name == "redness" and remote.wants == ["images", "prompts"]
             generator = torch.Generator().manual_seed(0)
             images = torch.rand(5, 3, 16, 16, generator=generator).mul(255).round() / 255
-            with pytest.raises(OSError, match="status 500.*no such prompt"):
+            with pytest.raises(OSError, match="no such prompt"):
                 remote(images, ["fail"] * 5)
             local = images[:, 0].mean((1, 2)) - images[:, 1:].mean((1, 2, 3))
             assert torch.allclose(remote(images, ["a cat"] * 5), local, atol=1e-6)

@@ -2,6 +2,7 @@
 
 import base64
 import hashlib
+import io
 import json
 import math
 import re
@@ -15,12 +16,12 @@ from PIL import Image
 from glm_grpo.run.folder import write_results
 from glm_grpo.run.monitoring import PeriodicEvaluation
 from glm_grpo.run.report import CARDS, write_page
-from glm_grpo.training.metrics import Agreement, PolicyGap
+from glm_grpo.training.agreement import Agreement, Gap
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 NASTY = "<script>alert(\"1\")</script> & a 'cat' <img src=x onerror=alert(1)>"
-GOOD = Agreement({"ar": PolicyGap(8e-6, 1e-7, 1e-13, 1e-3)}, "float32", None)
-BAD = Agreement({"dit": PolicyGap(0.5, 0.1, 0.01, 1e-4)}, "bfloat16", 4)
+GOOD = Agreement({"ar": Gap(8e-6, 1e-7, 1e-13, 1e-3)}, "float32", None)
+BAD = Agreement({"dit": Gap(0.5, 0.1, 0.01, 1e-4)}, "bfloat16", 4)
 
 
 def result(shift, prompts=40, side=16, **changes):
@@ -32,7 +33,7 @@ def result(shift, prompts=40, side=16, **changes):
         "prompts": [NASTY] * prompts,
         "seeds": [0],
         "pictures": prompts,
-        "images": [image] * prompts,
+        "images": [[image]] * prompts,
         "sources": [image] * prompts,
         "metrics": {"<b>": 0.5 + shift},
         "values": {"<b>": [[0.5 + shift]] * prompts},
@@ -115,6 +116,24 @@ def test_each_card_has_a_slider_that_is_hidden_without_the_script(write):
     assert stacked and all(line.strip().startswith(".js ") for line in stacked)
 
 
+def test_a_card_shows_the_seed_that_changed(write):
+    "Of two seeds the second one rises, so its images stand under the gain."
+    grey = [[Image.new("RGB", (4, 4), (40 * k, 0, 0)) for k in (1, 2)]]
+    bright = [[Image.new("RGB", (4, 4), (40 * k, 0, 0)) for k in (3, 4)]]
+    one = result(0, prompts=1, rewards=[[0.5, 0.25]], images=grey, sources=None)
+    values = {"<b>": [[0.1, 0.2]]}
+    two = result(0, prompts=1, rewards=[[0.5, 0.75]], images=bright, sources=None)
+    seen = write(one | {"values": values}, two | {"values": values})
+    pixels = []
+    for _, attributes in seen.tags:
+        if attributes.get("src", "").startswith("data:image/"):
+            data = base64.b64decode(attributes["src"].split(",")[1])
+            pixels.append(Image.open(io.BytesIO(data)).getpixel((0, 0))[0])
+    assert pixels == pytest.approx([80, 160], abs=3)
+    texts = " ".join(seen.texts)
+    assert "before 0.25" in texts and "after 0.75" in texts and "<b> 0.2 → 0.2" in texts
+
+
 def test_long_lists_are_cut(write):
     seen = write(result(0), result(1))
     assert seen.count("article") == CARDS + 1 and f"the first {CARDS} of 39" in seen.text
@@ -174,13 +193,13 @@ def lines_of(steps):
     return made
 
 
-@pytest.mark.parametrize("steps, charts, curves", [(0, 0, 0), (1, 0, 0), (5, 2, 3)])
-def test_the_charts_of_the_steps(write, steps, charts, curves):
+@pytest.mark.parametrize("steps, curves", [(0, 0), (1, 0), (5, 1)])
+def test_the_curves_of_the_steps_are_there_for_both_themes(write, steps, curves):
     seen = write(result(0), result(1), lines=lines_of(steps))
-    assert (seen.count("svg"), seen.count("polyline")) == (charts, curves)
-    assert ("curves" in [attributes.get("id") for _, attributes in seen.tags]) is bool(charts)
-    points = [at["points"].split() for tag, at in seen.tags if tag == "polyline"]
-    assert [len(one) for one in points] == [5, 3, 5][:curves] and "nan" not in str(points)
+    light = [at["src"] for _, at in seen.tags if at.get("class") == "curve"]
+    dark = [attributes["srcset"] for tag, attributes in seen.tags if tag == "source"]
+    assert len(light) == len(dark) == curves and set(light).isdisjoint(dark)
+    assert ("curves" in [attributes.get("id") for _, attributes in seen.tags]) is bool(curves)
 
 
 def test_a_run_writes_its_steps_and_its_agreement_into_the_page(tmp_path):
@@ -191,7 +210,7 @@ def test_a_run_writes_its_steps_and_its_agreement_into_the_page(tmp_path):
     before, after = result(0, prompts=1), result(1, prompts=1)
     write_results(tmp_path, before, after, watch)
     seen = Reader(tmp_path / "page.html")
-    assert seen.count("svg") == 2 and "Sampling and scoring disagree" in seen.texts
+    assert seen.count("picture") == 1 and "Sampling and scoring disagree" in seen.texts
     write_results(tmp_path, before, after)  # without evaluations in between
     assert "Agreement of" not in Reader(tmp_path / "page.html").text
 

@@ -18,17 +18,29 @@ from transformers import (
     LlavaConfig,
     LlavaForConditionalGeneration,
     LlavaProcessor,
+    Mask2FormerConfig,
+    Mask2FormerForUniversalSegmentation,
     PreTrainedTokenizerFast,
+    SwinConfig,
+)
+from transformers.models.mask2former.image_processing_pil_mask2former import (
+    Mask2FormerImageProcessorPil,
 )
 
 from glm_grpo.rewards.functions import load_function
-from glm_grpo.rewards.reward_server import serve
+from glm_grpo.rewards.remote import serve
 
 NOTEBOOK = json.loads((ROOT / "nbs/4_rewards/20_registry.ipynb").read_text())
 TEXTS = ["".join(cell["source"]) for cell in NOTEBOOK["cells"]]
 (PAGE,) = [text for text in TEXTS if text.startswith("## From what you have")]
 LINES = re.findall(r"\| `(--reward[^`]*)` \|", PAGE)
 (MY_REWARD,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+GENEVAL = """\
+{"tag": "counting", "include": [{"class": "bus", "count": 3}], \
+"exclude": [{"class": "bus", "count": 4}], "prompt": "a photo of three buses"}
+{"tag": "position", "include": [{"class": "couch", "count": 1}, \
+{"class": "bird", "count": 1, "position": ["left of", 0]}], "prompt": "a bird left of a couch"}
+"""
 SERVED = "http://127.0.0.1:8000"
 
 SIZES = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2}
@@ -56,6 +68,16 @@ def save_llava(folder, resize, tokenizer):
     LlavaProcessor(resize, tokenizer, chat_template=CHAT, **options).save_pretrained(folder)
 
 
+def save_detector(folder):
+    stages = [f"stage{i}" for i in range(1, 5)]
+    swin = SwinConfig(embed_dim=8, depths=[1] * 4, num_heads=[1] * 4, out_features=stages)
+    sizes = dict.fromkeys(("hidden_size", "feature_size", "mask_feature_size"), 32)
+    sizes |= {"encoder_layers": 1, "decoder_layers": 2, "num_queries": 4, "num_labels": 80}
+    config = Mask2FormerConfig(backbone_config=swin, num_attention_heads=2, **sizes)
+    Mask2FormerForUniversalSegmentation(config).save_pretrained(folder)
+    Mask2FormerImageProcessorPil(size={"height": 64, "width": 64}).save_pretrained(folder)
+
+
 @pytest.fixture
 def home(folder, monkeypatch):
     "A folder in which the commands of the page run."
@@ -67,6 +89,10 @@ def home(folder, monkeypatch):
     with torch.random.fork_rng(devices=[]):
         save_clip(folder / "models/clip", resize, tokenizer)
         save_llava(folder / "models/vlm", resize, tokenizer)
+        save_clip(folder / "models/geneval/clip", resize, tokenizer)
+        save_detector(folder / "models/geneval")
+    (folder / "geneval").mkdir()
+    (folder / "geneval/evaluation_metadata.jsonl").write_text(GENEVAL)
     (folder / "my_reward.py").write_text(MY_REWARD)
     (folder / "data").symlink_to(ROOT / "data")
     monkeypatch.chdir(folder)

@@ -1,10 +1,10 @@
-"The client of remote rewards against servers that misbehave, and what it sends to which request."
+"Remote rewards: servers that misbehave, strangers at ours, and what is sent to which request."
 
+import contextlib
 import json
+import socket
 import threading
 import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -13,120 +13,114 @@ from PIL import Image
 
 from glm_grpo.data.basics import refusal
 from glm_grpo.data.images import pil_to_tensor
+from glm_grpo.rewards import remote
 from glm_grpo.rewards.calling import call_reward
-from glm_grpo.rewards.remote import Endpoint, RemoteError, RemoteReward
-from glm_grpo.rewards.reward_server import serve
+from glm_grpo.rewards.remote import MAX_ANSWER, RemoteError, RemoteReward, serve
 
 IMAGES = torch.rand(12, 3, 16, 16, generator=torch.Generator().manual_seed(0))
 IMAGES = (IMAGES * 255).round() / 255
 PROMPTS = [f"prompt {i}" for i in range(12)]
+HEALTH = {"name": "broken", "version": 1, "wants": ["images"]}
+TOKEN = "open-sesame"
 
 
-class BrokenHandler(BaseHTTPRequestHandler):
-    def answer(self, value, status=200):
-        self.raw(json.dumps(value).encode(), status)
-
-    def raw(self, data, status=200, length=None, **headers):
-        "Send bytes, and claim that they have some other length."
-        self.send_response(status)
-        self.send_header("Content-Length", str(length or len(data)))
-        for name, value in headers.items():
-            self.send_header(name, value)
-        self.end_headers()
-        self.wfile.write(data)
-
-    def do_GET(self):
-        self.answer(self.server.health)
-
-    def do_POST(self):
-        self.server.paths.append(self.path)
-        self.rfile.read(int(self.headers["Content-Length"]))
-        self.server.act(self, len(self.server.paths))
-
-    def log_message(self, *args):
-        pass
+def answer(value, status=200, length=None, more=b""):
+    "The bytes of an answer, which may claim to have another length."
+    data = value if isinstance(value, bytes) else json.dumps(value).encode()
+    head = b"HTTP/1.1 %d Said\r\n%bContent-Length: %d\r\n\r\n"
+    return head % (status, more, length or len(data)) + data
 
 
-class BrokenServer(ThreadingHTTPServer):
-    "Answers /health properly; `act(handler, n)` decides about the n-th /score."
+class BrokenServer:
+    "Answers /health properly; `act(server, line, head)` sends what it likes to each /score."
 
-    daemon_threads = True
-    health = {"name": "broken", "version": 1, "wants": ["images"]}
+    def __init__(self, act=None, health=HEALTH):
+        self.act, self.health, self.paths, self.over = act, health, [], threading.Event()
+        self.listening = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self.listening.getsockname()[1]}"
+        threading.Thread(target=self.run, daemon=True).start()
 
-    def __init__(self, act=None):
-        self.act, self.paths, self.over = act, [], threading.Event()
-        super().__init__(("127.0.0.1", 0), BrokenHandler)
-        self.url = f"http://127.0.0.1:{self.server_port}"
-        threading.Thread(target=self.serve_forever, args=(0.02,), daemon=True).start()
+    def run(self):
+        with contextlib.suppress(OSError):  # closed
+            while True:
+                line, _ = self.listening.accept()
+                threading.Thread(target=self.talk, args=(line,), daemon=True).start()
 
-    def handle_error(self, *args):
-        pass  # its clients do run away
+    def talk(self, line):
+        with line, contextlib.suppress(OSError):  # its clients do run away
+            head, _, body = line.recv(1 << 16).partition(b"\r\n\r\n")
+            if head.startswith(b"GET"):
+                return line.sendall(answer(self.health))
+            self.paths.append(head.split()[1].decode())
+            length = int(head.lower().partition(b"content-length:")[2].split()[0])
+            while len(body) < length:
+                body += line.recv(1 << 16)
+            self.act(self, line, head)
+
+    def __enter__(self):
+        return self
 
     def __exit__(self, *args):
         self.over.set()
-        self.shutdown()
-        self.server_close()
+        self.listening.shutdown(socket.SHUT_RDWR)
+        self.listening.close()
 
 
-def hang(handler, n):
-    handler.server.over.wait()
+def hang(server, line, head):
+    server.over.wait()
 
 
-def drip(handler, n):
-    handler.raw(b"{", length=1000)
-    while not handler.server.over.wait(0.05):
-        handler.wfile.write(b" ")
+def drip(data):
+    "One byte after the other."
 
-
-def redirect(handler, n):
-    handler.raw(b"{}", 302, Location=handler.server.url + "/elsewhere")
-
-
-def always(value, status=200):
-    return lambda handler, n: handler.answer(value, status)
-
-
-def bytes_of(data, length=None):
-    return lambda handler, n: handler.raw(data, length=length)
-
-
-def once(status):
-    "An error the first time, then the right answer."
-
-    def act(handler, n):
-        if n == 1:
-            handler.answer({"error": "busy"}, status)
-        else:
-            handler.answer({"scores": [1, 2]})
+    def act(server, line, head):
+        for byte in data:
+            if server.over.wait(0.05):
+                return
+            line.sendall(bytes([byte]))
 
     return act
 
 
-NO_MEMORY = {"error": "CUDA out of memory"}
+def say(*answers):
+    "These answers, the last one again and again."
+    return lambda server, line, head: line.sendall(
+        answers[min(len(server.paths), len(answers)) - 1]
+    )
+
+
+GOOD, NO_MEMORY = answer({"scores": [1, 2]}), answer({"error": "CUDA out of memory"}, 500)
+SLOW = {
+    "hangs": hang,
+    "drips its status line": drip(b"HTTP/1.1 200 O" + b"K" * 1000),
+    "drips its headers": drip(b"HTTP/1.1 200 OK\r\n" + b"A: b\r\n" * 90),
+    "drips its answer": drip(answer(b"{" + b" " * 1000)),
+}
 CASES = {  # name -> act, requests that the client makes, text of its error (None: it succeeds)
-    "hangs": (hang, 3, "did not answer within 0.3 s"),
-    "drips": (drip, 3, "did not answer within 0.3 s"),
-    "500 once": (once(500), 2, None),
-    "429 once": (once(429), 2, None),
-    "408 once": (once(408), 2, None),
-    "always 500": (always(NO_MEMORY, 500), 3, "CUDA out of memory"),
-    "dies in the middle": (bytes_of(b'{"scores": [0', 500), 3, "closed the connection"),
-    "dies before": (lambda handler, n: None, 3, "closed the connection"),
-    "an HTML page": (bytes_of(b"<html>Welcome!</html>"), 1, "not a JSON object"),
-    "a list": (always([1, 2]), 1, "not a JSON object"),
-    "deeply nested": (bytes_of(b"[" * 100_000), 1, "not a JSON object"),
-    "no scores": (always({}), 1, "no scores for 2 images"),
-    "three for two": (always({"scores": [1, 2, 3]}), 1, "3 scores for 2 images"),
-    "a word": (always({"scores": [1, "good"]}), 1, "the score 'good'"),
-    "true": (always({"scores": [1, True]}), 1, "the score 'True'"),
-    "NaN": (bytes_of(b'{"scores": [1, NaN]}'), 1, "the score 'nan'"),
-    "infinity": (bytes_of(b'{"scores": [1, 1e400]}'), 1, "the score 'inf'"),
-    "endless": (bytes_of(b'"' + b" " * 2_000_000), 1, "sent more than 1048576 bytes"),
-    "400": (always({"error": "no letters"}, 400), 1, "no letters"),
-    "401": (always({"error": "no"}, 401), 1, "GLM_GRPO_TOKEN"),
-    "404": (always({"error": "not here"}, 404), 1, "the address of a reward server?"),
-    "413": (always({"error": "large"}, 413), 1, "Lower batch_size (now 16)"),
-    "a redirect": (redirect, 1, "status 302"),
+    **{name: (act, 3, "timeout") for name, act in SLOW.items()},
+    "500 once": (say(NO_MEMORY, GOOD), 2, None),
+    "429 once": (say(answer({}, 429), GOOD), 2, None),
+    "408 once": (say(answer({}, 408), GOOD), 2, None),
+    "always 500": (say(NO_MEMORY), 3, "CUDA out of memory"),
+    "dies in the middle": (say(answer(b'{"scores": [0', length=500)), 3, "(asked 3 times)"),
+    "dies before": (say(b""), 3, "(asked 3 times)"),
+    "no HTTP": (say(b"\x1b[2J\r\n\r\n"), 3, "(asked 3 times)"),
+    "an HTML page": (say(answer(b"<html>Welcome!</html>")), 1, "Welcome!"),
+    "a list": (say(answer([1, 2])), 1, "[1, 2]"),
+    "deeply nested": (say(answer(b"[" * 100_000)), 1, "[["),
+    "no scores": (say(answer({})), 1, "2 images"),
+    "three for two": (say(answer({"scores": [1, 2, 3]})), 1, "2 images"),
+    "a word": (say(answer({"scores": [1, "good"]})), 1, "good"),
+    "true": (say(answer({"scores": [1, True]})), 1, "True"),
+    "NaN": (say(answer(b'{"scores": [1, NaN]}')), 1, "nan"),
+    "infinity": (say(answer(b'{"scores": [1, 1e400]}')), 1, "inf"),
+    "a large number": (say(answer({"scores": [1, 10**400]})), 1, "1000"),
+    "endless": (say(answer(b'{"scores": [1, 2]}' + b" " * 2 * MAX_ANSWER)), 1, "too long"),
+    "400": (say(answer({"error": "no letters"}, 400)), 1, "no letters"),
+    "401": (say(answer({"error": "no"}, 401)), 1, "GLM_GRPO_TOKEN"),
+    "404": (say(answer({"error": "not here"}, 404)), 1, "address"),
+    "413": (say(answer({"error": "large"}, 413)), 1, "batch_size"),
+    "a redirect": (say(answer(b"", 302, more=b"Location: /elsewhere\r\n")), 1, "302"),
 }
 
 
@@ -137,34 +131,52 @@ def test_broken_server(name):
     start = time.perf_counter()
     with BrokenServer(act) as server:
         client = RemoteReward(server.url)
-        client.pause, client.timeout = 0.01, 0.3 if act in (hang, drip) else 20
+        client.pause, client.timeout = 0.01, 0.3 if name in SLOW else 20
         if expected is None:
             assert client(IMAGES[:2], PROMPTS[:2]).tolist() == [1, 2]
         else:
             with pytest.raises(RemoteError) as caught:
                 client(IMAGES[:2], PROMPTS[:2])
             message = str(caught.value)
-            assert expected in message and server.url in message
+            assert expected in message and server.url in message and message.isprintable()
             assert ("(asked 3 times)" in message) == (requests == 3)
     assert server.paths == ["/score"] * requests
-    assert time.perf_counter() - start < 10
+    assert time.perf_counter() - start < 10  # a drip lasts half a minute
+
+
+@pytest.mark.parametrize("status", [200, 400, 500])
+def test_what_a_server_says_is_printable_and_has_no_token(status, monkeypatch):
+    monkeypatch.setenv("GLM_GRPO_TOKEN", TOKEN)
+
+    def echo(server, line, head):
+        line.sendall(
+            answer({"error": head.decode() + "\x1b[2J\u202e", "scores": head.decode()}, status)
+        )
+
+    with BrokenServer(echo) as server:
+        client = RemoteReward(server.url, retries=0)
+        with pytest.raises(RemoteError) as caught:
+            client(IMAGES[:2], PROMPTS[:2])
+    assert TOKEN not in str(caught.value) and str(caught.value).isprintable()
+    with BrokenServer(health=HEALTH | {"name": f"\x1b[2J{TOKEN}"}) as server:
+        assert RemoteReward(server.url).name.endswith("[2J(token)")
 
 
 @pytest.mark.parametrize(
-    ("health", "expected"),
+    "health",
     [
-        ({"hello": "world"}, "hello"),
-        ({"name": "x", "version": 2, "wants": []}, "reward server of version 1"),
-        ({"name": 3, "version": 1, "wants": []}, "reward server of version 1"),
-        ({"name": "x", "version": 1}, "reward server of version 1"),
-        ({"name": "x", "version": 1, "wants": ["weather"]}, "asks for 'weather'"),
+        {"hello": "\x1b[2J"},
+        {"name": "x", "version": 2, "wants": []},
+        {"name": "x", "version": 1},
+        {"name": "x", "version": 1, "wants": ["weather"]},
+        {"name": "x", "version": 1, "wants": [["images"]]},
     ],
 )
-def test_strange_health(health, expected):
+def test_strange_health(health):
     "Something else than a reward server is refused when the reward is made."
-    with BrokenServer() as server:
-        server.health = health
-        assert expected in refusal(RemoteReward, server.url)
+    with BrokenServer(health=health) as server:
+        message = refusal(RemoteReward, server.url)
+        assert f"{server.url}/health" in message and message.isprintable()
 
 
 def test_another_address():
@@ -175,7 +187,7 @@ def test_another_address():
 
 def test_a_dead_server_is_asked_three_times():
     "`call_reward` does not go through the images one by one when a server fails."
-    with BrokenServer(always(NO_MEMORY, 500)) as server:
+    with BrokenServer(say(NO_MEMORY)) as server:
         client = RemoteReward(server.url)
         client.pause = 0.01
         assert "out of memory" in refusal(call_reward, client, IMAGES[:8], PROMPTS[:8])
@@ -202,16 +214,15 @@ def redness(images):
         (nosy, True, {"version", "images", "prompts", "targets", "sources", "metadata"}),
     ],
 )
-def test_what_is_not_wanted_is_not_sent(reward, given, expected):
-    options = {}
+def test_what_is_not_wanted_is_not_sent(reward, given, expected, monkeypatch):
+    options, sent, read_request = {}, [], remote.read_request
     if given:
         red = Image.new("RGB", (8, 8), "red")
         options = {"targets": IMAGES[:4], "sources": [[red]] * 4, "metadata": [{}] * 4}
-    exchange = Endpoint.exchange
-    with serve(reward) as server, patch.object(Endpoint, "exchange", autospec=True) as recorded:
-        recorded.side_effect = exchange
+    monkeypatch.setattr(remote, "read_request", lambda *x: sent.append(x[0]) or read_request(*x))
+    with serve(reward) as server:
         RemoteReward(server.url)(IMAGES[:4], PROMPTS[:4], **options)
-    assert set(json.loads(recorded.call_args.args[3])) == expected
+    assert set(json.loads(sent[0])) == expected
 
 
 def test_all_inputs_of_a_reward_arrive():
@@ -240,7 +251,7 @@ def test_all_inputs_of_a_reward_arrive():
 def test_each_request_has_its_own_rows():
     "With a batch of 4, the last of two requests has the rows 4 and 5 of everything."
     red, grey = Image.new("RGB", (8, 8), "red"), Image.new("RGB", (8, 8), "grey")
-    sources = [[red]] * 4 + [[grey], [red, grey]]
+    sources = [[red]] * 4 + [grey, [red, grey]]
     metadata = [{"n": n} for n in range(6)]
     with serve(nosy) as server:
         client = RemoteReward(server.url, batch_size=4, parallel=1)
@@ -264,7 +275,7 @@ def test_metadata_that_json_cannot_hold(value):
     with serve(nosy) as server:
         client = RemoteReward(server.url)
         message = refusal(call_reward, client, IMAGES[:1], ["a"], metadata=[{"x": value}])
-    assert "cannot be written as JSON" in message
+    assert "metadata" in message
 
 
 THIS_MACHINE = ["http://localhost:1", "http://127.0.0.1:1", "http://127.1.2.3", "http://[::1]:1"]
@@ -272,17 +283,80 @@ THIS_MACHINE = ["http://localhost:1", "http://127.0.0.1:1", "http://127.1.2.3", 
 
 @pytest.mark.parametrize("url", [*THIS_MACHINE, "https://far.example"])
 def test_a_token_over_https_or_on_this_machine_needs_no_warning(monkeypatch, recwarn, url):
-    monkeypatch.setenv("GLM_GRPO_TOKEN", "open-sesame")
-    Endpoint(url)
+    monkeypatch.setenv("GLM_GRPO_TOKEN", TOKEN)
+    monkeypatch.setattr(RemoteReward, "ask", lambda *arguments: HEALTH)
+    RemoteReward(url)
     assert not recwarn
 
 
 @pytest.mark.parametrize("host", ["far.example:8000", "10.0.0.2", "localhost.far.example"])
 def test_a_token_over_http_to_another_machine_is_warned_of(monkeypatch, recwarn, host):
-    Endpoint(f"http://{host}")  # without a token
+    monkeypatch.setattr(RemoteReward, "ask", lambda *arguments: HEALTH)
+    RemoteReward(f"http://{host}")  # without a token
     assert not recwarn
-    monkeypatch.setenv("GLM_GRPO_TOKEN", "open-sesame")
-    Endpoint(f"http://{host}")
+    monkeypatch.setenv("GLM_GRPO_TOKEN", TOKEN)
+    RemoteReward(f"http://{host}")
     (warning,) = recwarn
-    assert f"sent to http://{host} over http" in str(warning.message)
-    assert "sesame" not in str(warning.message)
+    assert f"http://{host}" in str(warning.message) and TOKEN not in str(warning.message)
+
+
+def connect(server):
+    return socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])), 30)
+
+
+def test_idle_connections_take_no_threads():
+    with serve(redness) as server, contextlib.ExitStack() as lines:
+        before = threading.active_count()
+        for _ in range(100):
+            lines.enter_context(connect(server))
+        client = RemoteReward(server.url, parallel=1, retries=0)
+        assert client(IMAGES, PROMPTS).shape == (12,)
+        assert threading.active_count() <= before + 1  # the client's own
+
+
+def test_a_silent_connection_is_closed(monkeypatch):
+    monkeypatch.setitem(remote.WAITRESS, "channel_timeout", 1)
+    monkeypatch.setitem(remote.WAITRESS, "cleanup_interval", 1)
+    with serve(redness) as server, connect(server) as line:
+        line.sendall(b"POST /score HTTP/1.1\r\n")
+        assert line.recv(1) == b""
+
+
+def test_one_request_at_a_time_is_decoded_and_scored(monkeypatch):
+    working, most, decode_images = [], [], remote.decode_images
+
+    def watched(texts):
+        working.append(1)
+        most.append(len(working))
+        time.sleep(0.02)
+        return decode_images(texts)
+
+    def slow(images):
+        time.sleep(0.02)
+        working.pop()
+        return redness(images)
+
+    monkeypatch.setattr(remote, "decode_images", watched)
+    with serve(slow) as server:
+        RemoteReward(server.url, batch_size=1, parallel=6)(IMAGES, PROMPTS)
+    assert most == [1] * 12
+
+
+def test_the_log_has_no_control_characters(monkeypatch):
+    "Of an address, of a prompt in an error, and without the token."
+    monkeypatch.setenv("GLM_GRPO_TOKEN", TOKEN)
+    lines = []
+
+    def wordy(images, prompts):
+        raise RuntimeError(prompts[0])
+
+    with serve(wordy, log=lines.append) as server:
+        with connect(server) as line:
+            line.sendall(b"GET /%1b[2J HTTP/1.1\r\nAuthorization: Bearer open-sesame\r\n\r\n")
+            assert b"404" in line.recv(100)
+        with pytest.raises(RemoteError) as caught:
+            RemoteReward(server.url, retries=0)(IMAGES[:1], [f"\x1b[2J{TOKEN}"])
+    assert "(token)" in str(caught.value) and str(caught.value).isprintable()
+    log = "\n".join(lines)
+    assert "Traceback" in log and "404" in log and TOKEN not in log
+    assert all(line.isprintable() for line in lines)

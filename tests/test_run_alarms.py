@@ -1,11 +1,12 @@
 """When the alarm is silent and when it rings: the cases beside the story of nbs/6_run/06_alarms."""
 
+import math
+
 import numpy as np
 import pytest
 
 from glm_grpo.run.alarms import reward_hacking_alarm
 from glm_grpo.run.comparison import compare_evaluations
-from glm_grpo.run.report import _row
 
 
 def column(values):
@@ -61,7 +62,7 @@ def test_a_fall_that_is_the_same_on_every_prompt_is_not_counted_in_errors():
     (warning,) = reward_hacking_alarm([before, after])
     assert "fell from 0.725 to 0.425 (-41%, since step 10)" in warning
     (scene,) = [c for c in compare_evaluations(before, after) if c.name == "scene"]
-    assert "<td>0</td><td>–</td>" in _row(scene)
+    assert scene.error == 0 and math.isnan(scene.in_errors)
 
 
 def test_silent_unless_the_reward_rose_by_more_than_its_error():

@@ -1,11 +1,10 @@
 "What the tree of one prompt's samples draws and says: each column, frame, map and number."
 
-import matplotlib.colors
 import pytest
 import torch
 from PIL import Image
 
-from glm_grpo.run.sample_tree import SampleTree, plot_sample, plot_tree, sample_tree
+from glm_grpo.run.explore import SampleTree, plot_sample, plot_tree, sample_tree
 from glm_grpo.training.toy import ICONS, ToyStudio, icon_images, nearness
 from glm_grpo.training.trainer import MinimalGRPOTrainer
 
@@ -19,92 +18,47 @@ def lay_out(values):
 
 @pytest.fixture
 def tree():
-    "Three samples with one image each: advantages -1, 0.5 and 2, one clipped token in the last."
-    ratios = torch.tensor([[1.0] * 5, [1.1] * 5, [2.0, 1.0, 1.0, 1.0, 1.0]])
+    "Three samples with one image each: advantages -1, 0.5 and 2."
     return SampleTree(
-        "a cat",
-        [[Image.new("RGB", (4, 4), colour)] for colour in COLOURS],
-        torch.tensor([[0.25], [0.5], [0.75]]),
-        torch.tensor([-1.0, 0.5, 2.0]),
-        -torch.arange(15.0).view(3, 5),
-        ratios,
-        0.3,
-        lay_out,
+        prompt="a cat",
+        images=[[Image.new("RGB", (4, 4), colour)] for colour in COLOURS],
+        rewards=torch.tensor([0.25, 0.5, 0.75]),
+        advantages=torch.tensor([-1.0, 0.5, 2.0]),
+        old_logprobs=-torch.arange(15.0).view(3, 5),
+        ratios=torch.tensor([[1.0] * 5, [1.1] * 5, [2.0, 1.0, 1.0, 1.0, 1.0]]),
+        credit=torch.tensor([[-1.0] * 5, [0.5] * 5, [0.0, 2.0, 2.0, 2.0, 2.0]]),
+        lay_out=lay_out,
     )
 
 
-def test_facts_are_those_of_the_sample(tree):
-    facts = tree.facts(2)
-    expected = {
-        "reward": 0.75,
-        "advantage": 2,
-        "mean_ratio": 1.2,
-        "clipped": 0.2,
-        "mean_credit": 1.6,
-    }
-    assert facts == pytest.approx(expected)
-    assert tree.facts(1)["clipped"] == 0  # a ratio of 1.1 is within the clip range of 0.3
-
-
-def texts_at(ax):
-    "(x, y) -> (text, colour)."
-    found = {}
-    for text in ax.texts:
-        x, y = text.get_position()
-        found[round(x, 2), round(y, 2)] = text.get_text(), text.get_color()
-    return found
-
-
 def test_each_sample_has_its_column(tree):
-    figure = plot_tree(tree)
-    (ax,) = figure.axes
-    texts = texts_at(ax)
-    green, red = texts[3, 0.95][1], texts[1, 0.95][1]
-    assert [texts[x, 1.3][0] for x in (1, 2, 3)] == ["0.250", "0.500", "0.750"]
-    assert [texts[x, 0.95] for x in (1, 2, 3)] == [
-        ("-1.00", red),
-        ("+0.50", green),
-        ("+2.00", green),
-    ]
-    r, g, _ = matplotlib.colors.to_rgb(green)
-    assert g > r and matplotlib.colors.to_rgb(red)[0] > matplotlib.colors.to_rgb(red)[1]
-
-
-def test_a_column_shows_the_large_grid_and_the_image(tree):
-    (ax,) = plot_tree(tree).axes
-    middles = {}
-    for image in ax.images:
-        left, right, bottom, top = image.get_extent()
-        middles[round((left + right) / 2), round((bottom + top) / 2)] = image.get_array()
-    for sample, colour in enumerate(COLOURS):
-        decisions = torch.as_tensor(middles[sample + 1, 3].data)
-        assert torch.equal(decisions, tree.old_logprobs[sample, 1:].view(2, 2))
-        pixel = middles[sample + 1, 2][0, 0] / 255
-        assert tuple(pixel) == matplotlib.colors.to_rgb(colour)
+    axes = plot_tree(tree).axes
+    tops, images = axes[:3], axes[3:]
+    words = ["reward 0.25\nadvantage -1.00", "reward 0.5\nadvantage +0.50"]
+    assert [ax.get_xlabel() for ax in images] == [*words, "reward 0.75\nadvantage +2.00"]
+    red, green, also_green = (ax.xaxis.label.get_color() for ax in images)
+    assert red != green == also_green
+    for i, colour in enumerate([(255, 0, 0), (0, 255, 0), (0, 0, 255)]):
+        shown = torch.as_tensor(tops[i].images[0].get_array().data)
+        assert torch.equal(shown, tree.old_logprobs[i, 1:].view(2, 2))  # the large grid
+        assert tuple(images[i].images[0].get_array()[0, 0]) == colour
 
 
 def test_the_chosen_sample_has_a_frame(tree):
-    def frames(chosen):
-        (ax,) = plot_tree(tree, chosen).axes
-        return [line.get_xdata() for line in ax.lines if len(line.get_xdata()) == 5]
+    def framed(chosen):
+        edges = [ax.spines["left"].get_linewidth() for ax in plot_tree(tree, chosen).axes]
+        return [i for i, width in enumerate(edges) if width > 1]
 
-    assert frames(None) == []
-    (across,) = frames(1)
-    assert min(across) < 2 < max(across) and max(across) - min(across) < 1
+    assert framed(None) == [] and framed(1) == [1, 4]  # of both rows
 
 
 def test_the_maps_of_a_sample(tree):
     "Its image, then log-ratios and credits with one scale for all samples, labelled by kind."
-    figure = plot_sample(tree, 2)
-    image, *maps = [ax for ax in figure.axes if ax.get_title()]
+    image, *maps = [ax for ax in plot_sample(tree, 2).axes if ax.get_title()]
     assert tuple(image.images[0].get_array()[0, 0]) == (0, 0, 255)
-    assert "sample 3" in image.get_title() and "0.750" in image.get_title()
-    assert [ax.get_title().split("\n") for ax in maps] == [
-        ["ratio", "preview"],
-        ["ratio", "large"],
-        ["credit", "preview"],
-        ["credit", "large"],
-    ]
+    assert "sample 3" in image.get_title() and "0.75" in image.get_title()
+    titles = [(kind, name) for kind in ("ratio", "credit") for name in ("preview", "large")]
+    assert [tuple(ax.get_title().split("\n")) for ax in maps] == titles
     shown = [torch.as_tensor(ax.images[0].get_array().data).flatten() for ax in maps]
     assert torch.equal(torch.cat(shown[:2]), tree.ratios[2].log())
     assert torch.equal(torch.cat(shown[2:]), tree.credit[2])
@@ -120,15 +74,21 @@ def test_a_bar_of_ratios_is_labelled_with_ratios(tree):
     assert labels[3] == ["-2", "0", "2"]
 
 
-def test_a_group_of_a_step_as_a_tree():
-    "Two images per sample: the rewards of its own images, the clip range that is given."
+@pytest.mark.parametrize("policy", ["ar", "dit"])
+def test_a_group_of_a_step_has_the_credit_of_the_trainers_clip_range(policy):
+    "Of tokens the credit is that of the logit, ratio x advantage x (1 - p)."
     icons = list(ICONS)[:2]
     studio, batch = ToyStudio(icons), {"prompts": icons, "target_images": icon_images(icons)}
-    small = {"group_size": 4, "height": 32, "width": 32, "callbacks": ()}
-    trainer = MinimalGRPOTrainer(studio, [batch], nearness, **small)
+    trainer = MinimalGRPOTrainer(studio, [batch], nearness, callbacks=(), learning_rate=0.5)
     trainer.train(num_steps=1)
-    experience = trainer.last_experience
-    tree = sample_tree(experience, studio.policies, 1, "ar", clip_range=0.05)
-    assert tree.clip_range == 0.05 and tree.rewards.shape == (4, 2)
-    assert torch.equal(tree.rewards.flatten(), experience.rewards[8:])
-    assert not torch.equal(tree.rewards[:, 0], tree.rewards[:, 1])
+    credit = {}
+    for clip_range in (0.01, 1e9):
+        option = "dit_clip_range" if policy == "dit" else "clip_range"
+        trainer.options = trainer.options.with_changes(**{option: clip_range})
+        tree = sample_tree(trainer, 1, policy)
+        credit[clip_range] = tree.credit
+    assert (credit[0.01] == 0).sum() > (credit[1e9] == 0).sum()
+    free = tree.ratios * tree.advantages[:, None]
+    if policy == "ar":
+        free = free * (1 - tree.ratios * tree.old_logprobs.exp())
+    assert torch.allclose(credit[1e9], free, atol=1e-6) and free.any()

@@ -16,8 +16,7 @@ from transformers import GlmImageForConditionalGeneration, GlmImageProcessor, To
 from glm_grpo.data.basics import UserError
 from glm_grpo.maths.noise import named_uniforms
 from glm_grpo.model.nucleus import nucleus, pack_kept, sample_token_ids, unpack_kept
-from glm_grpo.model.products import LayerParts
-from glm_grpo.model.replay import StepCounter
+from glm_grpo.model.decode_step import LayerParts, StepCounter
 from glm_grpo.model.sampling import KVCache, SamplingLoop, prefill, sample_tokens
 from glm_grpo.model.scoring import score_tokens
 from glm_grpo.model.tokens import language_model_parts, prepare_prompts
@@ -83,7 +82,8 @@ def uniforms(inputs):
 def sampled(request, ar, inputs, uniforms):
     "(temperature, top_p, token_ids, kept)"
     temperature, top_p = SETTINGS[request.param]
-    return temperature, top_p, *sample_tokens(ar, inputs, INDEX, uniforms, temperature, top_p)
+    found = sample_tokens(ar, inputs, INDEX, uniforms, temperature, top_p)
+    return temperature, top_p, found.token_ids, found.kept
 
 
 @pytest.fixture(scope="module")
@@ -157,7 +157,7 @@ def test_packing(num_tokens):
 def test_shares_are_probabilities(top_p):
     logits = some_logits()[20:21]
     u = (torch.arange(10_000) + 0.5) / 10_000
-    token_ids, kept = sample_token_ids(logits.expand(10_000, -1), u, top_p)
+    token_ids, _, kept = sample_token_ids(logits.expand(10_000, -1), u, top_p)
     probabilities = logits[0].softmax(0)
     if top_p < 1:
         probabilities = probabilities * kept[0]
@@ -168,7 +168,7 @@ def test_shares_are_probabilities(top_p):
 
 @pytest.mark.parametrize("edge", (0.0, 1 - 2**-24))
 def test_edges_hit_kept_tokens_only(edge):
-    token_ids, kept = sample_token_ids(some_logits(), torch.full((64,), edge), 0.75)
+    token_ids, _, kept = sample_token_ids(some_logits(), torch.full((64,), edge), 0.75)
     assert kept.gather(1, token_ids[:, None]).all()
 
 
@@ -209,7 +209,7 @@ def test_tokens_are_those_of_the_models_logits(ar, inputs, uniforms, sampled, K)
     temperature, top_p, token_ids, kept = sampled
     with torch.no_grad():
         logits = full_logits(ar, inputs, INDEX, token_ids, K) / temperature
-    again, own_kept = sample_token_ids(logits.flatten(0, 1), uniforms.flatten(), top_p)
+    again, _, own_kept = sample_token_ids(logits.flatten(0, 1), uniforms.flatten(), top_p)
     assert torch.equal(again.view(token_ids.shape), token_ids)
     if top_p < 1:  # last bits of the logits may move one token at the border of a set
         different = own_kept.view(*token_ids.shape, K) != unpack_kept(kept, K)
@@ -225,7 +225,7 @@ def test_shares_of_the_first_and_second_token(ar, whole, K, setting):
     columns = torch.full((N,), 0.3), even
     for decision, uniforms in enumerate((columns[::-1], columns)):  # even on one, 0.3 on the other
         numbers = torch.stack(uniforms, 1)
-        token_ids, kept = sample_tokens(ar, two, [0] * N, numbers, temperature, top_p)
+        token_ids, kept, _ = sample_tokens(ar, two, [0] * N, numbers, temperature, top_p)
         with torch.no_grad():
             logits = full_logits(ar, two, [0], token_ids[:1], K)[0, decision]
         probabilities = (logits / temperature).softmax(-1)
@@ -271,16 +271,30 @@ def test_fixed_shapes_give_the_same(ar, inputs, uniforms, sampled):
     assert kept is None or torch.equal(fixed[1], kept)
 
 
+@pytest.mark.parametrize("adapted", (False, True))
+@pytest.mark.parametrize("fixed", (False, True))
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_the_loop_records_the_logprobs_of_scoring(
+    ar, tuned, inputs, uniforms, setting, fixed, adapted
+):
+    model, (temperature, top_p) = tuned if adapted else ar, SETTINGS[setting]
+    found = sample_tokens(model, inputs, INDEX, uniforms, temperature, top_p, fixed_shapes=fixed)
+    with torch.no_grad():
+        scored = score_tokens(model, inputs, INDEX, found.token_ids, temperature, found.kept)
+    assert found.logprobs.dtype == torch.float32 and found.logprobs.mean() < -0.5
+    assert (found.logprobs - scored).abs().max() < 1e-4
+
+
 def test_samples_do_not_see_their_batch(ar, inputs, uniforms, sampled):
     "Other order, other companions; alone there is no padding, and no bias in attention."
     temperature, top_p, token_ids, _ = sampled
     order = [4, 0, 2]
     index = [INDEX[i] for i in order]
-    other, kept = sample_tokens(ar, inputs, index, uniforms[order], temperature, top_p, keep=False)
-    assert torch.equal(other, token_ids[order]) and kept is None
+    other = sample_tokens(ar, inputs, index, uniforms[order], temperature, top_p, keep=False)
+    assert torch.equal(other.token_ids, token_ids[order]) and other.kept is None
     longest = inputs.rows([2])
     assert longest.attention_mask.all()
-    alone, _ = sample_tokens(ar, longest, [0], uniforms[3:4], temperature, top_p)
+    alone, _, _ = sample_tokens(ar, longest, [0], uniforms[3:4], temperature, top_p)
     assert torch.equal(alone, token_ids[3:4])
 
 
@@ -290,7 +304,7 @@ def test_no_state_is_read_or_changed(ar, inputs, uniforms, sampled):
     model.model._cached_decode_position_ids = torch.zeros(1, 3, 5)  # left over from elsewhere
     model.model.rope_deltas, model.model._prefill_len = torch.ones(1, 1), 3
     state, training = torch.get_rng_state(), [module.training for module in model.modules()]
-    again, kept = sample_tokens(model, inputs, INDEX, uniforms, temperature, top_p)
+    again, kept, _ = sample_tokens(model, inputs, INDEX, uniforms, temperature, top_p)
     score_tokens(model, inputs, INDEX, again, temperature, kept)
     assert torch.equal(again, token_ids) and torch.equal(state, torch.get_rng_state())
     assert training == [module.training for module in model.modules()]
@@ -308,7 +322,7 @@ def test_adapter_merged_called_and_off(ar, tuned, inputs, uniforms, sampled):
         assert torch.allclose(merged, LayerParts.of(layers[0], False).qkv(x), atol=1e-4)
         plain = LayerParts.of(layers[1], True).qkv(x)
         assert (merged - plain).abs().max() > 0.01
-        with_adapter, _ = sample_tokens(tuned, inputs, INDEX, uniforms, temperature, top_p)
+        with_adapter, _, _ = sample_tokens(tuned, inputs, INDEX, uniforms, temperature, top_p)
         with tuned.disable_adapter():
             assert torch.equal(LayerParts.of(layers[0], True).qkv(x), plain)
             without = sample_tokens(tuned, inputs, INDEX, uniforms, temperature, top_p)
@@ -419,7 +433,7 @@ def test_ratio_is_one_in_the_same_micro_batches(ar, inputs, sampled, dtype, size
 
 def test_outside_the_kept_set_it_is_minus_infinity(ar, inputs, uniforms, K):
     temperature, top_p = SETTINGS["wide"]
-    token_ids, kept = sample_tokens(ar, inputs, INDEX, uniforms, temperature, top_p)
+    token_ids, kept, _ = sample_tokens(ar, inputs, INDEX, uniforms, temperature, top_p)
     others = kept.roll(1, 0)
     inside = unpack_kept(others, K).gather(2, token_ids[..., None])[..., 0]
     with torch.no_grad():

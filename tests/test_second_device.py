@@ -60,7 +60,7 @@ def test_the_cases_of_two_ranks(prepared, tmp_path):
     rows = [{"prompt": p, "source": f"sources/{i}.png"} for i, p in enumerate(PROMPTS)]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "green.py").write_text(GREEN)
-    ports = " ".join(str(free_port()) for _ in range(8))
+    ports = " ".join(str(free_port()) for _ in range(9))
     own = prepared | {"RANKS_FOLDER": tmp_path, "PORTS": ports}
     for status, text in start_ranks(2, cases_of("rank_cases.py"), 600, **own):
-        check(status, text, 6)
+        check(status, text, 7)

@@ -17,8 +17,8 @@ from torch.utils._pytree import tree_flatten, tree_leaves
 from glm_grpo.maths.noise import named_uniforms
 from glm_grpo.model import sampling
 from glm_grpo.model.adapters import LoraOptions, add_lora
+from glm_grpo.model.decode_step import CudaGraphs, StepCounter, repeat
 from glm_grpo.model.loading import load_pipeline
-from glm_grpo.model.replay import CudaGraphs, StepCounter, repeat
 from glm_grpo.model.sampling import SamplingLoop, sample_tokens
 from glm_grpo.model.tokens import prepare_prompts
 
@@ -140,6 +140,7 @@ def test_replays_sample_the_same_bit_for_bit(model, inputs, setting):
     assert torch.equal(eager[0], replayed[0])
     assert (eager[1] is None) == (replayed[1] is None)
     assert eager[1] is None or torch.equal(eager[1], replayed[1])
+    assert torch.equal(eager.logprobs, replayed.logprobs)
     assert eager[0].unique().numel() > 3
 
 
@@ -183,7 +184,7 @@ def test_what_a_recording_would_freeze_is_seen(pipe, inputs, fault, monkeypatch)
         found = sample(ar, inputs, "hot", fixed_shapes=True, recorder=graphs)[0]
     if fault == "wait":  # cannot be recorded: told once, and sampled all the same
         assert [str(w.message) for w in told if "CUDA graph" in str(w.message)] == [
-            "sampling runs without a CUDA graph, several times slower: "
+            "sampling runs without a CUDA graph, perhaps 1.3 to 2 times slower: "
             "aten._local_scalar_dense.default: the step waits for the device"
         ]
         assert graphs.replays == 0 and torch.equal(found, eager)

@@ -1,11 +1,12 @@
-"""The whole way to a tiny GLM-Image, at one step each: it loads and samples."""
+"""tools/make_tiny_model.py, at two steps a stage: what it makes loads and samples."""
 
 import json
+import sys
 
+import pytest
 import torch
+from helpers import ROOT
 
-from glm_grpo.model.tiny import main
-from glm_grpo.model.tiny_data import all_images
 from glm_grpo.model.wrapper import GLMImageWrapper
 
 STAGES = {
@@ -18,27 +19,28 @@ STAGES = {
     "picture decoder, edits too",
     "autoencoder, decoder only",
 }
-ONE_STEP = [
-    "--ar_steps=1",
-    "--spoilt_steps=1",
-    "--sloppy_steps=1",
-    "--vae_steps=1",
-    "--dit_steps=1",
-    "--decoder_steps=1",
-    "--ar_edit_steps=2",
-    "--dit_edit_steps=1",
-]
+LATER = {"picture decoder, words", "token writer, signs left out"}
 
 
-def test_one_step_of_everything_gives_a_model_that_loads_and_samples(tmp_path, capsys, monkeypatch):
-    few = "glm_grpo.model.tiny.all_images"
-    monkeypatch.setattr(few, lambda drawings: all_images(drawings)[::200])
-    out = tmp_path / "tiny"
-    main([f"--out={out}", *ONE_STEP])
-    assert "made in" in capsys.readouterr().out
-    assert set(json.loads((out / "training.json").read_text())) == STAGES
-    assert sum(file.stat().st_size for file in out.rglob("*") if file.is_file()) < 20e6
-    rollout = GLMImageWrapper(str(out)).generate_with_tracking(
+@pytest.mark.usefixtures("at_root")
+@pytest.mark.parametrize("options, stages", [([], STAGES), (["--signs"], LATER)])
+def test_what_the_program_makes_loads_and_samples(tmp_path, monkeypatch, options, stages):
+    monkeypatch.syspath_prepend(ROOT / "tools")
+    import make_tiny_model as program
+
+    fit, all_pictures = program.fit, program.all_pictures
+
+    def fit_twice(parameters, next_loss, steps, *rest, **options):
+        return fit(parameters, next_loss, 2, *rest, **options)
+
+    monkeypatch.setattr(program, "fit", fit_twice)
+    monkeypatch.setattr(program, "all_pictures", lambda: all_pictures()[::201])
+    monkeypatch.setattr(sys, "argv", ["make_tiny_model.py", f"--out={tmp_path}/model", *options])
+    program.main()
+    log = json.loads((tmp_path / "model/training.json").read_text())
+    assert stages <= set(log) and all(log[name][-1]["step"] == 2 for name in stages)
+    assert sum(file.stat().st_size for file in tmp_path.rglob("*") if file.is_file()) < 20e6
+    rollout = GLMImageWrapper(f"{tmp_path}/model").generate_with_tracking(
         ["a cat in the middle on a red ground"],
         height=128,
         width=128,

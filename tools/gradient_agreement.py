@@ -52,8 +52,8 @@ def policy_gradient(
     advantages = compute_advantages(rewards, GROUP, "group")
     for start in range(0, len(samples), GROUP):
         rows = slice(start, start + GROUP)
-        for piece in policy.pieces(samples.rows(rows)):
-            (policy.score(piece)[:, 0] * advantages[rows]).sum().backward()
+        for chunk in policy.chunks(samples.rows(rows)):
+            (policy.score(chunk)[:, 0] * advantages[rows]).sum().backward()
     gradients = []
     for _, p in weights:
         gradients.append(torch.zeros(p.numel()) if p.grad is None else p.grad.flatten().clone())

@@ -1,8 +1,9 @@
 """Make README.md from nbs/index.ipynb:  python tools/make_readme.py [--check]
 
 `nbdev_readme` needs Quarto; this does the same with nbconvert. Links in the notebook are relative
-to nbs/, in the README to the root. Images that a cell shows go to data/readme/. With --check
-nothing is written; the exit status is 1 if something would change.
+to nbs/, in the README to the root. Images that a cell shows go to data/readme/. A table of the
+notebooks of a floor, with their claims, stands where the index says <!-- notebooks of 1_maths -->.
+With --check nothing is written; the exit status is 1 if something would change.
 """
 
 import posixpath
@@ -47,10 +48,21 @@ def read_index() -> nbformat.NotebookNode:
     return notebook
 
 
+def table(floor: str) -> str:  # 1_maths
+    "The notebooks of a floor, each with the claim of its first cell."
+    rows = ["| notebook | what it shows |", "|---|---|"]
+    for path in sorted((ROOT / "nbs" / floor).glob("*.ipynb")):
+        first = nbformat.read(path, as_version=4).cells[0].source
+        claim = re.search(r"(?m)^> (.*)$", first)[1]
+        rows.append(f"| [{path.stem}]({floor}/{path.name}) | {claim} |")
+    return "\n".join(rows)
+
+
 def make() -> dict[str, bytes]:  # path -> content
     "Everything that is made from the notebook."
     resources = {"output_files_dir": IMAGES, "unique_key": "index"}
     text, extra = MarkdownExporter().from_notebook_node(read_index(), resources=resources)
+    text = re.sub(r"<!-- notebooks of (\w+) -->", lambda m: table(m[1]), text)
     text = re.sub(r"\n{3,}", "\n\n", move_links(text)).strip() + "\n"
     images = {name: bytes(data) for name, data in extra["outputs"].items()}
     return {"README.md": (NOTE + text).encode(), **images}

@@ -23,7 +23,7 @@ from .full_size_ar import made_up_prompts
 from ..data.basics import UserError
 from ..model.adapters import LoraOptions, add_lora
 from ..model.denoise import make_conditions, predict_velocity
-from ..model.replay import WARM_UP
+from ..model.decode_step import WARM_UP
 from ..model.sampling import sample_tokens
 from ..model.sizes import PUBLISHED, build_ar, build_part
 

@@ -111,8 +111,8 @@ def measure_full_step(
     The result has pictures (their number), seconds_draw, seconds_update, peak_draw, peak_update
     (bytes), flops_pictures, floor_pictures (seconds), metrics."""
     device, number = model.device, group_size * images_per_sample
-    options = {"pictures_per_sample": images_per_sample, "micro_batch_size": 1, "window": window}
-    options |= {"guidance_scale": 1.5, "learning_rate": 1e-5, "sde_type": "cps", "loop_samples": 0}
+    options = {"images_per_sample": images_per_sample, "micro_batch_size": 1, "window": window}
+    options |= {"guidance_scale": 1.5, "learning_rate": 1e-5, "sde_type": "cps"}
 
     def make_trainer(group_size, side, steps):
         size = {"height": side, "width": side, "num_inference_steps": steps}

@@ -97,7 +97,7 @@ class TokenMeasurement:
         "Sample with our loop."
         forget_peak(self.device)
         how = self.prompt_index, self.uniforms, 0.9, 0.75
-        self.token_ids, self.kept = sample_tokens(self.ar, self.inputs, *how)
+        self.token_ids, self.kept, _ = sample_tokens(self.ar, self.inputs, *how)
         self.note_peak("ours")
 
     @torch.no_grad()

@@ -21,7 +21,7 @@ from .step import TokenBench, bench_tokens
 from .windows import WindowBench, bench_windows, windows_figure
 from ..data.basics import UserError
 from ..model.loading import pick_device
-from ..run.figures import save_figure
+from ..training.figures import save_figure
 
 # %% ../../nbs/7_bench/09_bench.ipynb #n006
 def _add_kinds(parser):

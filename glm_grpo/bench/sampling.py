@@ -94,7 +94,7 @@ def measure_sampling(
         prompt_index = torch.arange(len(prompts)).repeat_interleave(group_size)
         uniforms = named_uniforms([f"bench|{i}" for i in range(len(rows))], inputs.num_tokens)
         how = config.temperature, config.top_p
-        token_ids, _ = sample_tokens(model.ar, inputs, prompt_index, uniforms, *how)
+        token_ids, _, _ = sample_tokens(model.ar, inputs, prompt_index, uniforms, *how)
         tokens["ours"] = token_ids.shape[1]
 
     def plain():

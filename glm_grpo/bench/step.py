@@ -191,7 +191,6 @@ class StepWorkload(Workload):
             beta=self.beta,
             batch_size=self.batch_size,
             micro_batch_size=self.micro_batch_size,
-            loop_samples=0,  # the other way has no such check
             **self.rollout,
             **self.size,
         )

@@ -143,7 +143,7 @@ def same_option(cls: type, name: str, **changes) -> Field:
 class OptionInfo:
     "An option as `list_options` returns it."
 
-    name: str  # with its sections, like reward.grpo.num_samples
+    name: str  # with its sections, like reward.grpo.group_size
     type: Any
     default: Any
     help: str
@@ -169,7 +169,7 @@ def list_options(
 
 def option_value(
     options: Any,
-    name: str,  # with its sections, like reward.grpo.num_samples
+    name: str,  # with its sections, like reward.grpo.group_size
 ) -> Any:
     "The value of an option, by its full name."
     for part in name.split("."):

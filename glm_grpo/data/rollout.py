@@ -59,7 +59,9 @@ class Rollout:
     image_tensors: Tensor | None = per_row(default=None)  # [N, 3, H, W] float32 in [0, 1], CPU
     source_images: list | None = per_row(default=None)  # N lists of PIL images (image to image)
     token_ids: Tensor | None = per_row(default=None)  # [N, T] int64: preview, then large grid
-    token_logprobs: Tensor | None = per_row(default=None)  # [N, T] float32
+    token_logprobs: Tensor | None = per_row(default=None)  # [N, T] float32, of scoring
+    # [N, T] float32: the same, recorded by the loop that sampled
+    sampling_logprobs: Tensor | None = per_row(default=None)
     latents_logprobs: Tensor | None = per_row(default=None)  # [N, D] float32, of the DiT's steps
     initial_latents: Tensor | None = per_row(default=None)  # [N, C, h, w] float32: the first noise
     tokens: Any = per_row(default=None)  # what the AR needs to score its tokens again
@@ -126,11 +128,13 @@ class Samples:
     "What one policy learns from: the decisions of n samples, and their advantages."
 
     rollout: Rollout = per_row()  # one row per sample
-    # [n, T] float32, under the policy that sampled; None: the update has them
+    # [n, T] float32, under the weights that sampled; None: the update has them
     old_logprobs: Tensor | None = per_row()
     group_size: int  # adjacent samples of a prompt, which are compared
     advantages: Tensor | None = per_row(default=None)  # [n], or [n, T] per decision
     counted: Tensor | None = per_row(default=None)  # [n] bool; False: not in the mean of the loss
+    # [n, T] float32, recorded while sampling where scoring computes old_logprobs again
+    sampling_logprobs: Tensor | None = per_row(default=None)
 
     def __len__(self):
         return len(self.rollout)
@@ -185,11 +189,7 @@ class Policy:
             ref_logprobs = self.score(samples)
         return self.score(samples), {"ref_logprobs": ref_logprobs}
 
-    def score_in_loop(self, samples: Samples) -> Tensor | None:
-        "Log-probs [n, T] of the decisions in the loop that samples; None: `old_logprobs` has them."
-        return None
-
-    def pieces(self, samples: Samples) -> Iterator[Samples]:
+    def chunks(self, samples: Samples) -> Iterator[Samples]:
         "Parts of a micro-batch whose decisions can be scored one after the other."
         yield samples
 

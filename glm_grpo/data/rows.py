@@ -368,8 +368,11 @@ def read_rows(
         return PromptRows([{"prompt": line} for line in lines], places)
     records = []
     for line, place in zip(lines, places):
-        records.append(_parse_json(line, f"{path}, {place}"))
-        _check_record(records[-1], f"{path}, {place}")
+        record = _parse_json(line, f"{path}, {place}")
+        if isinstance(record, dict) and "include" in record:  # GenEval's form
+            record = {"prompt": record.pop("prompt", ""), "metadata": record}
+        _check_record(record, f"{path}, {place}")
+        records.append(record)
     return PromptRows(records, places)
 
 

@@ -61,8 +61,8 @@ def decode_latents(
     _, _, height, width = latents.shape
     pixels_each = 64 * height * width
     at_a_time = max(1, PIXELS_AT_A_TIME // pixels_each)
-    pieces = (latents.to(vae.dtype) * std + mean).split(at_a_time)
-    pixels = torch.cat([vae.decode(piece, return_dict=False)[0] for piece in pieces])
+    chunks = (latents.to(vae.dtype) * std + mean).split(at_a_time)
+    pixels = torch.cat([vae.decode(chunk, return_dict=False)[0] for chunk in chunks])
     return (pixels.float() * 0.5 + 0.5).clamp(0, 1)
 
 # %% ../../nbs/3_model/09_latents.ipynb #n035

@@ -74,21 +74,24 @@ def unpack_kept(
 
 # %% ../../nbs/3_model/03_nucleus.ipynb #c0dd14a
 def _inverse_cdf(probabilities, u):
-    "The first token at which the running sum passes u, which is scaled to the sum."
+    """The first token at which the running sum passes u, which is scaled to the sum, and the
+    logarithm of its share of the sum."""
     dtype = torch.float32 if u.device.type == "mps" else torch.float64  # mps has no double
     running_sum = probabilities.cumsum(-1, dtype=dtype)
-    target = u.to(dtype)[:, None] * running_sum[:, -1:]
-    return torch.searchsorted(running_sum, target, right=True)[:, 0]
+    total = running_sum[:, -1:]
+    ids = torch.searchsorted(running_sum, u.to(dtype)[:, None] * total, right=True)
+    shares = probabilities.gather(-1, ids) / total
+    return ids[:, 0], shares[:, 0].log().float()
 
 
 def _sample_all(logits, u, top_p, by_sort):
     "The same operations for all rows, whatever their values."
     probabilities = logits.softmax(-1)
     if top_p == 1:
-        return _inverse_cdf(probabilities, u), None
+        return *_inverse_cdf(probabilities, u), None
     kept = nucleus(logits, top_p, by_sort)
     probabilities *= kept
-    return _inverse_cdf(probabilities, u), kept
+    return *_inverse_cdf(probabilities, u), kept
 
 # %% ../../nbs/3_model/03_nucleus.ipynb #c540db7
 def _sample_unsure(logits, u, top_p):
@@ -97,12 +100,13 @@ def _sample_unsure(logits, u, top_p):
     token_ids = torch.from_numpy(probabilities.detach().numpy().argmax(-1))  # NumPy's is faster
     likeliest = token_ids[:, None]
     kept = torch.zeros(logits.shape, dtype=torch.bool).scatter_(1, likeliest, True)
+    logprobs = torch.zeros(len(logits))
     sure = probabilities.gather(1, likeliest)[:, 0] > max(top_p, 0.5) + 1e-3
     if not sure.all():
         unsure = (~sure).nonzero()[:, 0]
-        ids, own = _sample_all(logits[unsure], u[unsure], top_p, by_sort=False)
-        token_ids[unsure], kept[unsure] = ids, own
-    return token_ids, kept
+        own = _sample_all(logits[unsure], u[unsure], top_p, by_sort=False)
+        token_ids[unsure], logprobs[unsure], kept[unsure] = own
+    return token_ids, logprobs, kept
 
 
 def sample_token_ids(
@@ -112,7 +116,8 @@ def sample_token_ids(
     # True: the same operations whatever the numbers are, as a recording needs;
     # None: True but on a CPU
     fixed_shapes: bool | None = None,
-) -> tuple[Tensor, Tensor | None]:  # (token ids [N] int64, kept [N, K] bool or None)
+    # token ids [N] int64; their log-probs [N] float32, in nats; kept [N, K] bool or None
+) -> tuple[Tensor, Tensor, Tensor | None]:
     "Inverse CDF: the first token at which the running sum of probabilities passes `u`."
     fixed = logits.device.type != "cpu" if fixed_shapes is None else fixed_shapes
     if fixed or top_p == 1:

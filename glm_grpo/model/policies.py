@@ -16,7 +16,6 @@ from ..data.basics import UserError, patch_to
 from ..data.rollout import Policy, Rollout, Samples, per_row
 from ..maths.sde import gaussian_kl, ratio_norm, step_coefficients, velocity_mse
 from .denoise import NO_NOISE, NoiseOptions
-from .scoring import loop_logprobs
 from .tokens import PromptInputs
 
 # %% ../../nbs/3_model/17_policies.ipynb #n006
@@ -90,17 +89,15 @@ class ARPolicy(Policy):
     def samples(self, rollout, group_rows):
         per_sample = rollout.images_per_sample
         first_images = rollout.rows(slice(None, None, per_sample))
-        return Samples(first_images, first_images.token_logprobs, group_rows // per_sample)
+        return Samples(
+            first_images,
+            first_images.token_logprobs,
+            group_rows // per_sample,
+            sampling_logprobs=first_images.sampling_logprobs,
+        )
 
     def score(self, samples):
         return self.model.compute_token_logprobs(samples.rollout)
-
-    def score_in_loop(self, samples):
-        self.model.wake(self.name)
-        rollout, tokens = samples.rollout, samples.rollout.tokens
-        used, prompt_index = tokens.prompt_index.unique(return_inverse=True)
-        given = tokens.prompt_inputs.rows(used), prompt_index, rollout.token_ids
-        return loop_logprobs(self.model.ar, *given, tokens.temperature, tokens.kept)
 
     def lay_out(self, rollout, values):
         grids = rollout.tokens.grids
@@ -170,8 +167,8 @@ def score_with_reference(self, samples, reference, kl):
 
 # %% ../../nbs/3_model/17_policies.ipynb #n040
 @patch_to(DiTPolicy)
-def pieces(self, samples: Samples) -> Iterator[Samples]:
-    "Pieces of one decision each: only the activations of one step are kept at a time."
+def chunks(self, samples: Samples) -> Iterator[Samples]:
+    "Chunks of one decision each: only the activations of one step are kept at a time."
     for j in range(len(samples.rollout.denoising.decisions)):
         yield _one_decision(samples, j)
 

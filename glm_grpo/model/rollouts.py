@@ -18,12 +18,12 @@ from ..maths.sde import choose_window, decision_steps
 from .decoding import ImageInputs, sample_latents, score_latents
 from .denoise import NoiseOptions
 from .latents import decode_latents, glyph_embeddings, schedule
+from .memory import bytes_per_sample, free_bytes, split_samples
 from .policies import Denoising, TokenDecisions
 from .requests import Distinct, ImageRequest, distinct
-from .sampling import sample_tokens
+from .sampling import SampledTokens, sample_tokens
 from .scoring import score_tokens
 from .sources import encode_sources
-from .token_batches import bytes_per_sample, free_bytes, split_samples
 from .tokens import PromptInputs, large_grid_tokens, prepare_prompts
 
 # %% ../../nbs/3_model/19_rollouts.ipynb #n015
@@ -61,19 +61,19 @@ def token_batches(self, inputs: PromptInputs) -> list[Tensor]:
 
 
 @patch_to(RolloutSampler)
-def sample_in_batches(self, inputs: PromptInputs) -> tuple[Tensor, Tensor | None]:
-    "Token ids [U, T] of the different token samples, and their kept sets."
+def sample_in_batches(self, inputs: PromptInputs) -> SampledTokens:
+    "The U different token samples."
     options, names = self.request.options, self.token_samples.names
     prompts = self.prompt_index[self.token_samples.first_rows]
     uniforms = named_uniforms(names, inputs.num_tokens)
-    ids, kept_sets = [], []
+    batches = []
     for rows in self.token_batches(inputs):
         used, prompt_index = prompts[rows].unique(return_inverse=True)
         wanted = inputs.rows(used), prompt_index, uniforms[rows]
-        sampled, kept = sample_tokens(self.model.ar, *wanted, options.temperature, options.top_p)
-        ids.append(sampled)
-        kept_sets.append(kept)
-    return torch.cat(ids), None if kept_sets[0] is None else torch.cat(kept_sets)
+        how = options.temperature, options.top_p
+        batches.append(sample_tokens(self.model.ar, *wanted, *how))
+    joined = [None if parts[0] is None else torch.cat(parts) for parts in zip(*batches)]
+    return SampledTokens(*joined)
 
 # %% ../../nbs/3_model/19_rollouts.ipynb #n023
 @patch_to(RolloutSampler)
@@ -81,12 +81,13 @@ def sample_all_tokens(self) -> Rollout:
     "Sample every different token sample once; rows of the same sample share it."
     self.model.wake("ar")
     request, inputs = self.request, self.prompt_inputs()
-    token_ids, kept = self.sample_in_batches(inputs)
+    token_ids, kept, logprobs = self.sample_in_batches(inputs)
     of_row = self.token_samples.of_row
     return Rollout(
         prompts=request.prompts,
         source_images=request.source_images,
         token_ids=token_ids[of_row],
+        sampling_logprobs=logprobs[of_row],
         tokens=TokenDecisions(
             inputs,
             self.prompt_index,

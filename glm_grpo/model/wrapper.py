@@ -22,7 +22,7 @@ from .latents import decode_latents
 from .loading import load_pipeline, pick_device, pick_dtype, quiet
 from .memory import Offload, checkpointing, require_full_weights
 from .memory import shard_halves, trainable_parts
-from .padding import choose_attention_kernels
+from .padding import masked_attention
 from .policies import ARPolicy, DiTPolicy
 from .requests import ImageRequest, check_sources, complete_options
 from .requests import image_defaults, number_rows
@@ -59,7 +59,6 @@ class GLMImageWrapper:
             raise UserError(f"component '{component}': take ar, dit or both.")
         self.name, self.component, self.seed = str(model_name), component, seed
         self.device = pick_device(device, device_map)
-        choose_attention_kernels(self.device)
         self.dtype = pick_dtype(torch_dtype, self.device, all_weights=lora in (None, False))
         place = "cpu" if offload else self.device  # both halves may be too large for the device
         self.pipe = load_pipeline(model_name, self.dtype, place, revision)
@@ -104,6 +103,8 @@ def _enable_checkpointing(self, enabled):
     if enabled:
         with quiet():
             options = {"use_reentrant": False, "preserve_rng_state": False}
+            # for the forward pass, which has it already, and for the repetition of a layer
+            options["context_fn"] = lambda: (contextlib.nullcontext(), masked_attention())
             self.ar.gradient_checkpointing_enable(options)
         self.dit.enable_gradient_checkpointing()
 
@@ -125,6 +126,12 @@ def get_trainable_parameters(
 def parameters(self) -> Iterator[torch.nn.Parameter]:
     "All weights of both halves, frozen ones as well."
     return itertools.chain(self.ar.parameters(), self.dit.parameters())
+
+
+@patch_to(GLMImageWrapper)
+def train(self, mode: bool = True) -> GLMImageWrapper:
+    "Changes nothing: a layer that trains as another function than it samples moves the ratio."
+    return self
 
 
 @patch_to(GLMImageWrapper)

@@ -46,12 +46,6 @@ class Metric:
         return self.make is None
 
 # %% ../../nbs/4_rewards/20_registry.ipynb #n008
-def _six_tasks(brought):
-    from glm_grpo.rewards.six_tasks import SixTaskCheck
-
-    return SixTaskCheck(brought.drawings)
-
-
 SCENE_METRICS = {
     "scene": Metric(
         measures="objects, ground, place and count are as in the prompt",
@@ -66,13 +60,6 @@ SCENE_METRICS = {
         needs="images of the little world",
         source="rewards.scene_checks",
         make=lambda brought: DetailCheck(brought.drawings),
-    ),
-    "six_tasks": Metric(
-        measures="one object, two, counting, colours, position, colour binding",
-        range="0 or 1",
-        needs="prompts of the six tasks",
-        source="GenEval in small, arXiv 2310.11513; rewards.six_tasks",
-        make=_six_tasks,
     ),
 }
 
@@ -236,6 +223,22 @@ BROUGHT_METRICS = {
     ),
 }
 
+# %% ../../nbs/4_rewards/20_registry.ipynb #n036
+BROUGHT_METRICS |= {
+    "geneval": Metric(
+        measures="objects, counts, colours and places that the prompt asks for: mean of the parts",
+        range="below 0 to 1",
+        needs="reward.models.geneval; prompts of GenEval's form; the extra [rewards]",
+        source="arXiv 2310.11513, 2505.05470; rewards.geneval",
+    ),
+    "geneval_correct": Metric(
+        measures="GenEval's own score: everything that the prompt asks for is there",
+        range="0 or 1",
+        needs="reward.models.geneval_correct; prompts of GenEval's form; the extra [rewards]",
+        source="arXiv 2310.11513; rewards.geneval",
+    ),
+}
+
 # %% ../../nbs/4_rewards/20_registry.ipynb #n023
 METRICS = SCENE_METRICS | TEXT_METRICS | TARGET_METRICS | SMOKE_TESTS | BROUGHT_METRICS
 BRING_WEIGHTS = [name for name, metric in METRICS.items() if metric.brings_weights]
@@ -258,6 +261,7 @@ def make_metric(
 
 
 def _make_judge(name: str, brought: Brought) -> Callable:
+    from glm_grpo.rewards.geneval import GENEVAL
     from glm_grpo.rewards.judges import make_judge
 
     if name not in brought.models:
@@ -265,4 +269,6 @@ def _make_judge(name: str, brought: Brought) -> Callable:
             f"{name}: no package contains its weights. Set reward.models.{name}=FOLDER "
             "(or a hub id)."
         )
+    if name in GENEVAL:
+        return GENEVAL[name](brought.models[name])
     return make_judge(name, brought.models[name])

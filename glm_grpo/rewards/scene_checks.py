@@ -203,7 +203,7 @@ class EditCheck(SceneCheck):
     """The scene check on an edited image, against the target's own prompt.
 
     Called as a reward: `check(images, metadata)` -> [N], 1 or 0. Each item of `metadata` is a dict
-    with "scene", as `write_edits` writes it. UserError: "scene" is missing.
+    with "scene", as in data/i2i. UserError: "scene" is missing.
     """
 
     def __call__(

@@ -26,6 +26,7 @@ from .help import SHORT, Explainer, FileOptions, make_parser, read_options
 from ..training.checkpoint_folder import find_checkpoint, run_folder
 from ..training.console import steady_output, take_debug, tell_end
 from ..training.interrupts import Interrupts
+from ..training.ranks import end_alone
 
 
 def take_value(
@@ -269,4 +270,6 @@ def run_command(
             with Interrupts():
                 return command(words) or 0
         except BaseException as error:
-            return tell_end(error, debug)
+            status = tell_end(error, debug)
+            end_alone(status)  # one of several ranks: the others wait for it
+            return status

@@ -95,7 +95,7 @@ class LengthOptions:
         28, "training steps in total; a resumed run continues to this number", at_least(1)
     )
     batch_size: int = option(
-        8, "prompts per step; each gets reward.grpo.num_samples images", at_least(1, 100_000)
+        8, "prompts per step; each gets reward.grpo.group_size images", at_least(1, 100_000)
     )
     shard: bool = option(
         False,

@@ -21,7 +21,7 @@ from ..data.options import collect, refuse
 from ..model.tokens import check_prompt_lengths
 from ..rewards.calling import RewardError, save_failed, where_raised
 from ..rewards.functions import functions_of_others, named_functions
-from ..rewards.remote_protocol import TOKEN
+from ..rewards.remote import TOKEN
 from glm_grpo.run.build import (
     check_reward,
     load_on_ranks,
@@ -35,12 +35,12 @@ from .command_line import given_by_user, parse_args, run_command
 from .comparison import prompts_label
 from .config import Config, image_height_width
 from .evaluation import evaluate_config, write_eval
-from .figures import before_after_figure, save_figure
 from .help import metrics_help
-from .report import write_page
+from .report import before_after_grid, write_page
 from ..training.checkpoint_folder import find_checkpoint, read_note, run_folder
 from ..training.checkpoints import differences
 from ..training.console import statuses_help
+from ..training.figures import save_figure
 from ..training.ranks import Ranks
 
 PROGRAM = "python -m glm_grpo.evaluate"
@@ -161,7 +161,7 @@ def measure(self: Comparison, folder: Path | None, name: str) -> dict:
 @patch_to(Comparison)
 def write(self: Comparison, before: dict, after: dict | None) -> None:
     write_eval(self.out / "eval.json", before=before, after=after)
-    save_figure(before_after_figure(before, after), self.out / "before_after.png")
+    save_figure(before_after_grid(before, after), self.out / "before_after.png")
     if not after:
         return
     trained = [name for name, weight in part_weights(self.reward).items() if weight]
@@ -291,11 +291,8 @@ def evaluate_command(words: list[str]) -> int:
     config.model.name = own.model or config.model.name
     check_config(config, trains=False)
     config.training.eval_samples = config.training.eval_samples or 4
-    ranks = Ranks.start(config.model.device)
-    try:
+    with Ranks.start(config.model.device) as ranks:
         Comparison(config, checkpoint, baseline, own.output_dir, ranks).run()
-    finally:
-        ranks.stop()
     return 0
 
 

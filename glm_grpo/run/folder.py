@@ -15,12 +15,13 @@ from ..data.basics import UserError
 from ..data.files import atomic_write, check_path
 from ..data.records import read_records
 from .command_line import BEGAN_WITH
+from .comparison import reward_levels
 from .config import Config, to_yaml
 from .evaluation import write_eval
-from .figures import before_after_figure, reward_curve_figure, save_figure
 from .monitoring import PeriodicEvaluation
-from .report import write_page
+from .report import before_after_grid, write_page
 from ..training.checkpoint_folder import read_note
+from ..training.figures import save_figure, step_curves
 
 
 def next_folder(root: Path) -> Path:
@@ -179,11 +180,12 @@ def write_results(
     lines = read_metrics(out / "metrics.jsonl")
     if before and after:
         write_eval(out / "eval.json", before=before, after=after)
-        save_figure(before_after_figure(before, after), out / "before_after.png")
+        save_figure(before_after_grid(before, after), out / "before_after.png")
         of_run = {"lines": lines}
         if watch:
             of_run |= {"trained": watch.trained, "history": watch.history}
             of_run["agreement"] = watch.agreement
         write_page(out / "page.html", before, after, **of_run)
     if lines:
-        save_figure(reward_curve_figure(lines, before, after), out / "reward_curve.png")
+        curves = step_curves(lines, reward_levels(before, after))
+        save_figure(curves, out / "reward_curve.png")

@@ -35,9 +35,9 @@ class MemoryEstimate:
         grpo, training = config.reward.grpo, config.training
         both = config.model.component == "both"
         self.bytes = self.dtype.itemsize
-        self.per_sample = grpo.pictures_per_sample if both else 1
+        self.per_sample = grpo.images_per_sample if both else 1
         self.prompts = max(1, training.batch_size // self.processes)  # of this process
-        self.images = self.prompts * grpo.num_samples * self.per_sample
+        self.images = self.prompts * grpo.group_size * self.per_sample
         self.micro_batch = min(training.micro_batch_size or self.images, self.images)
         self.pixels = self.height_times_width()
         self.ar = self.layout["ar"]["config"]["text_config"]
@@ -238,9 +238,9 @@ def memory_there(
     device: torch.device,
     limit: str | Path = "/sys/fs/cgroup/memory.max",  # of a container; max: none
 ) -> int:  # bytes
-    "How much memory a device has."
+    "How much memory a GPU has free, or a machine in all."
     if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory
+        return torch.cuda.mem_get_info(device)[0]
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
         return min(machine, int(Path(limit).read_text()))

@@ -18,8 +18,10 @@ from ..data.yaml_lines import Entry
 RENAMED = {  # last part of a name elsewhere -> the option here
     "kl_coef": "reward.grpo.beta",
     "kl_weight": "reward.grpo.beta",
-    "group_size": "reward.grpo.num_samples",
-    "num_generations": "reward.grpo.num_samples",
+    "group_size": "reward.grpo.group_size",
+    "num_generations": "reward.grpo.group_size",
+    "num_samples": "reward.grpo.group_size",
+    "pictures_per_sample": "reward.grpo.images_per_sample",
     "num_steps": "training.max_steps",
     "num_train_steps": "training.max_steps",
     "lr": "training.learning_rate",

@@ -4,11 +4,13 @@
 
 # %% auto #0
 __all__ = ['SPEEDS', 'FLOP_REACHED', 'BANDWIDTH_REACHED', 'HOST_BANDWIDTH', 'LESS_MEMORY', 'OutOfTime', 'time_limit',
-           'as_if_rewards_differed', 'estimate_seconds', 'Speed', 'decode_bytes', 'ar_flop', 'dit_flop', 'step_work',
-           'step_seconds', 'longest_prompt', 'describe_model', 'describe_work', 'in_bytes', 'describe_memory',
-           'check_memory', 'describe_time', 'describe_step_time', 'time_it', 'plan']
+           'as_if_rewards_differed', 'estimate_seconds', 'Speed', 'decode_bytes', 'ar_flop', 'dit_flop', 'vae_flop',
+           'step_work', 'step_seconds', 'longest_prompt', 'describe_model', 'describe_work', 'in_bytes',
+           'describe_memory', 'check_memory', 'describe_time', 'describe_step_time', 'time_it', 'plan']
 
 # %% ../../nbs/6_run/17_plan.ipynb #cfe45da
+import math
+import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -109,6 +111,7 @@ class Speed:
 SPEEDS = {
     "RTX 4090": Speed(165e12, 1.01e12),
     "A100": Speed(312e12, 2.04e12),
+    "H100 PCIe": Speed(756e12, 2.0e12),
     "H100": Speed(989e12, 3.35e12),
     "H200": Speed(989e12, 4.8e12),
     "B200": Speed(2250e12, 8e12),
@@ -145,6 +148,19 @@ def dit_flop(estimate: MemoryEstimate) -> float:
     blocks = {k: s for k, s in shapes.items() if "blocks." in k and ".norm1.linear" not in k}
     return estimate.rows_of_dit(1) * (2 * numbers_in(blocks) + attention)
 
+
+def vae_flop(estimate: MemoryEstimate) -> float:
+    "FLOP of decoding one image: each kernel of the decoder at each place of its image."
+    vae = estimate.layout["vae"]
+    last, total = len(vae["config"]["block_out_channels"]) - 1, 0
+    for name, shape in vae["shapes"].items():
+        if not name.startswith("decoder.") or len(shape) != 4:
+            continue
+        block = re.match(r"decoder\.up_blocks\.(\d+)\.(upsamplers)?", name)
+        doubled = int(block[1]) + bool(block[2]) if block else last * ("conv_out" in name)
+        total += 2 * math.prod(shape) * estimate.pixels / 4 ** (last - doubled)
+    return total
+
 # %% ../../nbs/6_run/17_plan.ipynb #c6885c1
 def step_work(estimate: MemoryEstimate) -> dict[str, float]:
     "What each phase of a training step takes on one GPU: bytes of tokens and offload, else FLOP."
@@ -163,6 +179,7 @@ def step_work(estimate: MemoryEstimate) -> dict[str, float]:
     return {
         "tokens": calls * estimate.new_tokens * decode_bytes(estimate),
         "denoising": image_flop * options.num_inference_steps,
+        "decoding": images * vae_flop(estimate),
         "scoring": 0 if one_update else token_flop,  # with one update it gives them itself
         "update": (token_flop + learnt) * passes,
         "offload": (estimate.asleep("ar") + estimate.asleep("dit")) * estimate.bytes,
@@ -175,12 +192,12 @@ def step_seconds(
     speed: Speed,
     prompt_tokens: int = 64,  # of the longest prompt, about
     processes: int = 1,  # that share the prompts
-) -> dict[str, float]:  # tokens, denoising, scoring, update, offload
+) -> dict[str, float]:  # tokens, denoising, decoding, scoring, update, offload
     "Seconds of a training step of a model in bfloat16, by the assumptions above."
     trained, tokens = count_trained(config, layout), tokens_of(config)
     given = config, layout, trained, prompt_tokens + tokens, tokens, torch.bfloat16
     seconds = step_work(MemoryEstimate(*given, processes))
-    for phase in ("denoising", "scoring", "update"):
+    for phase in ("denoising", "decoding", "scoring", "update"):
         seconds[phase] /= FLOP_REACHED * speed.flop
     seconds["tokens"] /= BANDWIDTH_REACHED * speed.bandwidth
     seconds["offload"] /= HOST_BANDWIDTH
@@ -251,16 +268,19 @@ LESS_MEMORY = (
 def check_memory(
     memory: dict,  # of `estimate_memory`
     device: torch.device,
-    there: int,  # bytes that the device has
+    there: int,  # bytes, of `memory_there`
 ) -> str | None:  # a warning where it will be tight
     "UserError: the device cannot hold the run."
-    peak, place = memory["peak"], "this machine" if device.type == "cpu" else str(device)
+    peak, place = (
+        memory["peak"],
+        f"free on {device}" if device.type == "cuda" else "on this machine",
+    )
     if peak > there:
         raise UserError(
-            f"does not fit: about {in_bytes(peak)} needed, {in_bytes(there)} on {place}. "
+            f"does not fit: about {in_bytes(peak)} needed, {in_bytes(there)} {place}. "
             f"{LESS_MEMORY}."
         )
-    return f"{place} has {in_bytes(there)}. {LESS_MEMORY}." if peak > 0.9 * there else None
+    return f"{in_bytes(there)} {place}. {LESS_MEMORY}." if peak > 0.9 * there else None
 
 
 def describe_time(
@@ -297,7 +317,7 @@ def time_it(
 ) -> float | None:  # None: it took too long
     "Estimate the time, after a line that announces it."
     training = config.training
-    group = config.reward.grpo.num_samples
+    group = config.reward.grpo.group_size
     say("timing", f"one group of {group} samples, twice, at most {limit:.0f} s")
     try:
         seconds = estimate_seconds(config, dataset, reward, limit)

@@ -46,7 +46,7 @@ from .plan import plan
 from ..training.callbacks import CheckpointCallback
 from ..training.checkpoint_folder import run_folder
 from ..training.interrupts import Interrupts, Stopped
-from ..training.ranks import Ranks
+from ..training.ranks import Ranks, end_alone
 from ..training.rescue import EXPECTED, remedy, rescue_steps
 
 # %% ../../nbs/6_run/19_train.ipynb #n006
@@ -234,9 +234,10 @@ def train_and_measure(self: Run) -> None:
     self.interrupts.trainer = trainer
     trainer.train(steps - trainer.step)
     self.interrupts.trainer = None
-    if trainer.step < steps:  # stopped after a step
+    if trainer.step < steps:  # all stopped after the same step
         if self.ranks.shards:  # saved by all: they stop together
             trainer.save_checkpoint(self.interrupted)
+        self.ranks.all_failed = True
         raise KeyboardInterrupt
     self.measure_after()
 
@@ -292,7 +293,10 @@ def stopped(self: Run) -> int:
     if self.ranks.first:
         write_results(self.out, self.before, None)
         self.say("stopped", self.save_interrupted())
-    return self.interrupts.status or 130  # 130: another rank got the signal
+    status = self.interrupts.status or 130  # 130: another rank got the signal
+    if not self.ranks.all_failed:  # the signal came during an evaluation
+        end_alone(status)
+    return status
 
 
 @patch_to(Run)
@@ -370,11 +374,8 @@ def train(config: Config) -> int:  # one of `STATUSES`
     "Run the training. UserError before anything is written, for what the user can fix."
     check_config(config)
     step = check_resume(config) if config.resume else 0
-    ranks = Ranks.start(config.model.device)
-    try:
+    with Ranks.start(config.model.device) as ranks:
         return Run(config, ranks, step).run()
-    finally:
-        ranks.stop()
 
 
 def train_command(words: list[str]) -> int:

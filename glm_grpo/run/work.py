@@ -42,8 +42,8 @@ def count_work(
     "The numbers of samples, decisions and optimizer steps of a whole run."
     training, grpo, rollout = config.training, config.reward.grpo, config.rollout
     component = config.model.component
-    per_sample = grpo.pictures_per_sample if component == "both" else 1
-    samples = training.max_steps * training.batch_size * grpo.num_samples
+    per_sample = grpo.images_per_sample if component == "both" else 1
+    samples = training.max_steps * training.batch_size * grpo.group_size
     noisy = max(0, rollout.num_inference_steps - 1)  # the last step adds no noise
     decisions = min(rollout.window or noisy, noisy)
     evaluated = min(held_out, training.eval_prompts or held_out) * training.eval_samples

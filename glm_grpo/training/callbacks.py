@@ -6,6 +6,7 @@
 __all__ = ['Callback', 'is_due', 'ProgressBar', 'JsonlLogger', 'SampleGrid', 'CheckpointCallback', 'TrackerLogger']
 
 # %% ../../nbs/5_training/14_callbacks.ipynb #n008
+import io
 import json
 import math
 import time
@@ -15,13 +16,14 @@ from pathlib import Path
 from typing import IO
 
 import numpy as np
+from PIL import Image
 
 from ..data.basics import UserError
 from ..data.files import atomic_write
 from ..data.records import text_lines
 from .checkpoint_folder import CheckpointFolder
 from .experience import Experience
-from .figures import figure_to_image, gap_figure, sample_grid
+from .figures import gap_figure, png_bytes, sample_grid, save_figure
 from .metrics import Pace, describe_step, on_terminal
 
 
@@ -144,12 +146,10 @@ class SampleGrid(Callback):
     def on_step_end(self, trainer, metrics, experience):
         if not is_due(trainer.step, self.every):
             return
-        with atomic_write(self.folder / f"step_{trainer.step:06d}.png", "wb") as f:
-            grid = sample_grid(experience, trainer.images_per_prompt, self.groups)
-            grid.save(f, format="PNG")
+        grid = sample_grid(experience, trainer.images_per_prompt, self.groups)
+        save_figure(grid, self.folder / f"step_{trainer.step:06d}.png")
         if figure := gap_figure(experience, trainer.policies):
-            with atomic_write(self.folder / f"gaps_{trainer.step:06d}.png", "wb") as f:
-                figure.savefig(f, format="png", dpi=110)
+            save_figure(figure, self.folder / f"gaps_{trainer.step:06d}.png")
 
 # %% ../../nbs/5_training/14_callbacks.ipynb #n020
 class CheckpointCallback(Callback):
@@ -278,7 +278,7 @@ def _cannot_start(name, output_dir, error):
 def _images(trainer, experience):
     images = {"train/samples": [sample_grid(experience, trainer.images_per_prompt)]}
     if figure := gap_figure(experience, trainer.policies):
-        images["train/gaps"] = [figure_to_image(figure)]
+        images["train/gaps"] = [Image.open(io.BytesIO(png_bytes(figure))).convert("RGB")]
     return images
 
 

@@ -22,7 +22,7 @@ from ..data.rollout import Rollout, SampleNames, request_names
 from ..rewards.weighted import Scores
 from .experience import BatchJudge, Experience, join_scores
 from .experience import make_experience, repeat_rows
-from .metrics import Agreement, PeakMemory
+from .metrics import PeakMemory
 from .options import StepOptions, TrainerOptions
 from .ranks import Ranks
 
@@ -58,15 +58,15 @@ class Collector:
         "Rows of a rollout that are made of the same tokens."
         policies, grpo = list(self.model.policies.values()), self.options.grpo
         if len(policies) > 1:
-            return grpo.pictures_per_sample
-        return grpo.num_samples if policies[0].shares_tokens else 1
+            return grpo.images_per_sample
+        return grpo.group_size if policies[0].shares_tokens else 1
 
     @property
     def images_per_prompt(self) -> int:
         "Rows of a rollout with the same prompt."
         grpo = self.options.grpo
         several = len(self.model.policies) > 1
-        return grpo.num_samples * (grpo.pictures_per_sample if several else 1)
+        return grpo.group_size * (grpo.images_per_sample if several else 1)
 
     @property
     def device(self) -> torch.device:
@@ -77,7 +77,7 @@ class Collector:
 # %% ../../nbs/5_training/08_collector.ipynb #c166898
 def needs_old_logprobs(
     step: StepOptions,
-    agreement: Agreement | None,  # of sampling and scoring; None: not measured yet
+    agreement: "Agreement | None",  # noqa: F821  None: not measured yet
 ) -> bool:
     "Whether the old log-probs must be computed before the update."
     one_update = step.updates_per_rollout == step.mini_batches == 1
@@ -90,7 +90,7 @@ def collect(
     batch: dict,  # prompts, target_images, perhaps source_images, metadata; see `as_batch`
     step: int,  # training step: part of the name of the noise
     # of sampling and scoring, if an update comes next; None: it needs the old log-probs
-    agreement: Agreement | None = None,
+    agreement: "Agreement | None" = None,  # noqa: F821
 ) -> Experience:
     "Sample, compute rewards and advantages. UserError: the batch has no prompts."
     start, peak = time.perf_counter(), PeakMemory(self.device)
@@ -210,15 +210,14 @@ def complete_trainer_options(
     changes: dict,  # any options, by their names
 ) -> TrainerOptions:
     "Checked options of a trainer. UserError: an option that is unknown or cannot work."
-    if "tokenizer" in changes:
+    group_size = given.get("group_size")
+    if "tokenizer" in changes or callable(group_size) or isinstance(group_size, dict):
         raise UserError(
             "tokenizer: the trainer needs none, the model has its own (model.tokenizer). Leave it "
-            "out."
+            "out. The order of the arguments is model, train_dataloader, reward_function."
         )
     if options is None:
         own = PUBLISHED_IMAGES | getattr(model, "image_defaults", {})
         own |= {name: value for name, value in given.items() if value is not None}
-        if given.get("clip_range") is not None:  # one number for all policies
-            own["dit_clip_range"] = given["clip_range"]
         options = TrainerOptions().with_changes(**own)
     return options.with_changes(**changes).check()

@@ -70,7 +70,7 @@ class StepOptions:
     micro_batch_size: int | None = option(
         8,
         "images scored at a time; fewer need less memory and give the same gradient. If it "
-        "divides reward.grpo.num_samples, groups of equal reward are skipped; null: all at once",
+        "divides reward.grpo.group_size, groups of equal reward are skipped; null: all at once",
         at_least(1),
     )
     updates_per_rollout: int = option(
@@ -83,14 +83,9 @@ class StepOptions:
     )
     allow_ratio_gap: bool = option(
         False,
-        "what to do where ratios differ from 1 before the first update by more than rounding: "
-        "false: stop with the numbers and the likely causes; true: warn and go on",
-    )
-    loop_samples: int = option(
-        2,
-        "samples whose log-probs in the sampling loop are compared with those of scoring before "
-        "the first update; takes as long as sampling them; 0: none",
-        at_least(0),
+        "what to do where sampling and scoring give log-probs that differ by more than rounding, "
+        "so that ratios are not 1 before an update: false: stop with the numbers and the likely "
+        "causes, before any weight changes; true: warn once and go on",
     )
     seed: int = option(
         0,
@@ -107,7 +102,7 @@ class StepOptions:
 class GroupOptions:
     "The samples that are compared with each other."
 
-    num_samples: int = option(
+    group_size: int = option(
         8,
         "samples per prompt, which are compared with each other (G in arXiv 2402.03300); a "
         "sample is an image, or a set of tokens if model.component is both",
@@ -118,7 +113,7 @@ class GroupOptions:
             "Start with 8"
         ),
     )
-    pictures_per_sample: int = option(
+    images_per_sample: int = option(
         2,
         "if model.component is both: images per set of tokens; they are compared with each "
         "other, and the tokens get their mean reward",

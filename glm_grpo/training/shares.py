@@ -36,7 +36,7 @@ class Share:
     tables: dict[str, Tensor] = field(default_factory=dict)  # metric -> [p, S]
     statistics: dict[str, Tensor] = field(default_factory=dict)  # statistic -> [p, S]
     diversity: Tensor | None = None  # [p, 1]; None: one seed
-    images: Tensor | None = None  # [p, 3, H, W] uint8, of the first seed
+    images: Tensor | None = None  # [p, S, 3, h, w] uint8, reduced
     not_measured: dict[str, str] = field(default_factory=dict)  # metric -> reason
 
 # %% ../../nbs/5_training/19_shares.ipynb #ce34472

@@ -13,7 +13,7 @@ from glm_grpo.run.build import open_data
 from glm_grpo.run.config import Config
 from glm_grpo.train import main as train
 
-SMALL = "--num_steps 1 --training.batch_size 1 --reward.grpo.num_samples 2"
+SMALL = "--num_steps 1 --training.batch_size 1 --reward.grpo.group_size 2"
 SMALL += " --rollout.num_inference_steps 1 --training.eval_samples 0 --training.sample_interval 0"
 SMALL += " --rollout.guidance_scale 1"
 

@@ -131,30 +131,26 @@ def make_trainer(work, ranks):
 
 
 def run(work):
-    ranks = Ranks.start(work.device)
-    trainer = make_trainer(work, ranks)
-    recorder = Recorder(trainer, size=0.005 if work.full else 0.02)
-    try:
-        lines = trainer.train(5)
-    except UserError as e:
-        print(f"rank {ranks.rank} told: {e}", flush=True)
-        ranks.stop()
-        return 2
-    rollout = recorder.experiences[0].rollout
-    on_this_machine = []
-    ranks.once_per_machine(lambda: on_this_machine.append(ranks.rank))
-    found = {
-        "tokens": rollout.token_ids,
-        "prompts": rollout.prompts,
-        "gradients": recorder.gradients,
-        "lines": lines,
-        "once_per_machine": on_this_machine,  # [rank], or [] where another rank did it
-    }
-    torch.save(found, Path(work.out, f"{ranks.world}_{ranks.rank}.pt"))
-    if ranks.world > 1:
-        torch.distributed.barrier()  # gloo may abort a rank whose peer has already left
-    ranks.stop()
-    return 0
+    with Ranks.start(work.device) as ranks:
+        trainer = make_trainer(work, ranks)
+        recorder = Recorder(trainer, size=0.005 if work.full else 0.02)
+        try:
+            lines = trainer.train(5)
+        except UserError as e:
+            print(f"rank {ranks.rank} told: {e}", flush=True)
+            return 2
+        rollout = recorder.experiences[0].rollout
+        on_this_machine = []
+        ranks.once_per_machine(lambda: on_this_machine.append(ranks.rank))
+        found = {
+            "tokens": rollout.token_ids,
+            "prompts": rollout.prompts,
+            "gradients": recorder.gradients,
+            "lines": lines,
+            "once_per_machine": on_this_machine,  # [rank], or [] where another rank did it
+        }
+        torch.save(found, Path(work.out, f"{ranks.world}_{ranks.rank}.pt"))
+        return 0
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ of their own; by hand, from the root of the repository:
 """
 
 import dataclasses
+import warnings
 from collections import Counter
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from test_rewards_judges import clip, processor  # noqa: F401  fixtures
 from glm_grpo import GLMImageWrapper
 from glm_grpo.model import denoise as denoising
 from glm_grpo.model import sampling
+from glm_grpo.model.decode_step import CudaGraphs
 from glm_grpo.model.tokens import PromptInputs
 from glm_grpo.rewards.calling import call_reward
 from glm_grpo.rewards.judges import make_judge
@@ -29,6 +31,11 @@ from glm_grpo.training.trainer import MinimalGRPOTrainer
 PROMPTS = ["a cat in the middle on a red ground", 'a sign that says "A1"']
 # Waits of an optimizer step on four samples in two micro-batches. Lower them when they fall.
 WAITS_OF_AN_UPDATE = {"ar": 4, "dit": 14, "both": 30}
+
+
+@pytest.fixture(autouse=True)
+def graphs_are_allowed(monkeypatch):
+    monkeypatch.setattr(CudaGraphs, "refused", False)
 
 
 @pytest.fixture(scope="session")
@@ -131,6 +138,20 @@ def test_the_current_device_belongs_to_the_thread():
     assert found == [1, 0]
 
 
+def test_a_stream_must_wait_for_what_another_one_writes():
+    here, aside = torch.cuda.current_stream(), torch.cuda.Stream()
+    x = torch.ones(3, device="cuda")
+    with torch.cuda.stream(aside), pytest.raises(RuntimeError, match="does not wait"):
+        x + 1
+    aside.wait_stream(here)
+    with torch.cuda.stream(aside):
+        y = x + 1
+    with pytest.raises(RuntimeError, match="does not wait"):
+        y + 1
+    here.wait_stream(aside)
+    assert (y + 1).tolist() == [3, 3, 3]
+
+
 # ------------------------------------------------------------------------------------- training
 @pytest.mark.parametrize("mode", ["t2i", "i2i"])
 @pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
@@ -139,7 +160,7 @@ def test_a_training_step(model_folder, component, lora, mode):
     "It works, its ratio is 1, it moves weights, and its update waits no more often than it did."
     model = load_model(model_folder, component, lora)
     assert model.dtype == torch.bfloat16 and model.device.type == "cuda"
-    trainer = make_trainer(model, mode, loop_samples=0)  # the loop is compared once per run
+    trainer = make_trainer(model, mode)
     experience = trainer.collect(make_batch(mode))
     before = [p.detach().clone() for p in trainer.optimizer.stepped]
     with device.waits() as waits:
@@ -193,6 +214,15 @@ def test_offload_locks_one_block_per_half(model_folder):
         assert not waits, told(waits)  # fetched while the program goes on
         frozen_numbers = [p.numel() for p in other.parameters() if not p.requires_grad]
         assert sum(frozen_numbers) == 0
+
+
+def test_offload_goes_on_where_memory_cannot_be_locked(model_folder, monkeypatch):
+    "Each refusal leaves an error behind, which would end the next operation on the device."
+    monkeypatch.setattr(device.LOCKS, "refused", True)
+    with pytest.warns(UserWarning, match="cannot be locked") as told:
+        model = load_model(model_folder, "ar", offload=True)
+    assert len(told) == 2 and not device.LOCKS.latched
+    assert make_trainer(model).train_step(make_batch())["ratio_mean"] == 1
 
 
 @pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
@@ -296,6 +326,50 @@ def test_a_planted_wait_of_the_denoising_loop_is_found(dit_model, short, monkeyp
     monkeypatch.setattr(denoising, "sde_step", look)
     with pytest.raises(AssertionError, match=r"item at glm_grpo/model/denoise.py"):
         check_more_steps(dit_model, short)
+
+
+def sample_twice(model) -> list[str]:
+    "The warnings of two rollouts."
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            waits_of_a_rollout(model)
+    return [str(w.message) for w in told if "CUDA graph" in str(w.message)]
+
+
+def test_a_recording_that_fails_leaves_nothing_behind(dit_model, monkeypatch):
+    "The step asks for a number. PyTorch's own `graph` does not go back to the stream from before."
+    advance, here = sampling.SamplingLoop.advance, torch.cuda.current_stream()
+
+    def look(loop, ids):
+        ids.max().item()
+        advance(loop, ids)
+
+    monkeypatch.setattr(sampling.SamplingLoop, "advance", look)
+    told = sample_twice(dit_model)
+    assert len(told) == 1 and "previous error during capture" in told[0]  # one attempt
+    assert torch.cuda.current_stream() is here and not device.POOLS_IN_USE
+
+
+def test_sampling_uses_one_stream_of_its_own_per_device(model_folder, dit_model):
+    waits_of_a_rollout(dit_model)
+    before = len(device.STREAMS)
+    assert not sample_twice(dit_model) and len(device.STREAMS) == before
+    with torch.cuda.device(1):
+        assert not sample_twice(load_model(model_folder, "dit"))
+    assert len(device.STREAMS) <= before + 2  # on each device the default one and another
+
+
+def test_the_hooks_of_a_layer_are_not_recorded(dit_model):
+    "As those of FSDP, they start work on a stream that the recording would have to wait for."
+    aside = torch.cuda.Stream()
+
+    def start_work(module, args):
+        aside.wait_stream(torch.cuda.current_stream())
+
+    hook = dit_model.ar.lm_head.register_forward_pre_hook(start_work)
+    assert not sample_twice(dit_model)
+    hook.remove()
 
 
 def test_a_planted_mix_up_is_found(dit_model, monkeypatch):

@@ -2,7 +2,9 @@
 
 Its tensors say `cuda:0` or `cuda:1`, and their numbers lie on the CPU. As on CUDA, an operation on
 tensors of two devices raises, and the host waits where it asks for a number or copies a tensor.
-Each wait is noted with the line of glm_grpo that caused it:
+Streams must wait for each other's work, a recording that fails leaves its stream current, and a
+lock of host memory that fails leaves its error to the next kernel. Each wait is noted with the line
+of glm_grpo that caused it:
 
     with waits() as noted:
         ...
@@ -77,8 +79,14 @@ def waits() -> Iterator[list[Wait]]:
 
 
 def note_wait(operation: str) -> None:
-    if graph_in_progress():
+    graph = graph_in_progress()
+    if graph:
+        graph.fault = "previous error during capture"
         raise RuntimeError(f"not permitted in a CUDA graph: {operation} at {current_line()}")
+    if operation == "synchronize":
+        HOST_HAS_SEEN.update({stream: stream.done for stream in STREAMS})
+    else:
+        HOST_HAS_SEEN[current_stream()] = current_stream().done
     if NOTED:
         wait = Wait(operation, current_line())
         for noted in NOTED:
@@ -255,6 +263,8 @@ def dispatch(func, args, kwargs):
     if name == "_fused_sdp_choice":
         return 0  # plain attention: the others are kernels of CUDA
     note_operation(name, args, kwargs)
+    if not (func.is_view or name.startswith("empty") or name.startswith("new_empty")):
+        raise_latched_error()
     device = next((x.device for x in tensors if type(x) is DeviceTensor), None)
     if kwargs.get("device") is not None:
         device = with_index(kwargs["device"])
@@ -263,6 +273,9 @@ def dispatch(func, args, kwargs):
     out = calculate(func, plain_args, plain_kwargs)
     if device is None or device.type != "cuda":
         return out
+    if not func.is_view:
+        given = [x.numbers for x in tensors if type(x) is DeviceTensor]
+        check_order(device, given, all_tensors(out))
     if operation.changes_shape:
         return take_shape(args[0])
     return on_device(out, device, tensors)
@@ -360,6 +373,8 @@ def copy_into(func, to, source, non_blocking=False):
     if source.device.type != to.device.type and not non_blocking:
         note_wait("copy_")
     calculate(func, [numbers_of(to), numbers_of(source)], {})
+    if to.device == source.device:
+        check_order(to.device, [to.numbers, source.numbers], [to.numbers])
     return to
 
 
@@ -369,6 +384,8 @@ def move(func, source, device=None, non_blocking=False, pin_memory=None, **kwarg
     if source.device.type != device.type and not non_blocking:
         note_wait(f"to {device.type}")
     numbers = calculate(func, [numbers_of(source)], kwargs)
+    if device.type == "cuda":
+        check_order(device, [source.numbers] if source.device == device else [], [numbers])
     return DeviceTensor(numbers, device) if device.type == "cuda" else numbers
 
 
@@ -408,6 +425,23 @@ class Graph:
 
     def __init__(self):
         self.operations, self.written, self.made = [], {}, set()
+        self.fault, self.joined = None, set()  # streams that have joined the recording
+
+    def capture_begin(self, pool=None, **options) -> None:
+        self.stream, self.pool = current_stream(), pool
+        if self.stream in DEFAULT_STREAMS.values():
+            raise RuntimeError("CUDA graphs must be captured on a non-default stream")
+        RECORDING.graph = self
+        POOLS_IN_USE.add(pool)
+
+    def capture_end(self) -> None:
+        RECORDING.graph = None
+        self.take_back()
+        if self.joined:
+            self.fault = "capturing stream has unjoined work"
+        if self.fault:
+            raise RuntimeError(f"CUDA error: {self.fault}")
+        POOLS_IN_USE.discard(self.pool)
 
     def before(self, func, args) -> None:
         "A recording has no effect: keep what an operation overwrites."
@@ -429,6 +463,8 @@ class Graph:
     @torch.no_grad()
     def replay(self) -> None:
         Graph.replays += 1
+        stream = current_stream()
+        check_order(stream.device, [], [storage for storage, _ in self.written.values()])
         with _disable_current_modes():
             for func, args, kwargs, out in self.operations:
                 new = calculate_now(func, args, kwargs)
@@ -447,26 +483,93 @@ class Event:
     "torch.cuda.Event. What comes before it has happened already."
 
     def __init__(self, **options):
-        pass
+        self.stream = None
 
     def record(self, stream=None) -> None:
-        pass
+        self.stream = stream or current_stream()
 
 
 class Stream:
-    "torch.cuda.Stream. Everything happens at once, so nothing waits."
+    """torch.cuda.Stream. Everything happens at once, but what a stream has written, another one may
+    use only after a wait."""
 
     def __init__(self, device=None, priority=0):
-        self.device = device
+        self.device = torch.device("cuda", index_of(device))
+        self.done = 0  # number of operations
+        self.has_seen = {}  # stream -> number of its operations
+        STREAMS.append(self)
 
-    def wait_stream(self, other) -> None:
-        pass
+    def wait_stream(self, other: "Stream") -> None:
+        for stream, done in [*other.has_seen.items(), (other, other.done)]:
+            self.has_seen[stream] = max(done, self.has_seen.get(stream, 0))
+        graph = graph_in_progress()
+        if graph and self is graph.stream:
+            graph.joined.discard(other)
+        elif graph and other in {graph.stream, *graph.joined}:
+            graph.joined.add(self)
 
-    def wait_event(self, event) -> None:
-        pass
+    def wait_event(self, event: Event) -> None:
+        if event.stream:
+            self.wait_stream(event.stream)  # also for what came after the event
 
     def record_event(self, event=None) -> Event:
-        return event or Event()
+        event = event or Event()
+        event.record(self)
+        return event
+
+
+STREAMS: list[Stream] = []  # all that were made
+DEFAULT_STREAMS: dict[int, Stream] = {}  # by device
+CURRENT = threading.local()  # .streams: device -> stream
+HOST_HAS_SEEN: dict[Stream, int] = {}
+POOLS_IN_USE: set[int] = set()  # memory pools that take all allocations
+
+
+def current_stream(device=None) -> Stream:
+    index = index_of(device)
+    if index not in DEFAULT_STREAMS:
+        DEFAULT_STREAMS[index] = Stream(index)
+    return vars(CURRENT).get("streams", {}).get(index, DEFAULT_STREAMS[index])
+
+
+def set_stream(stream: Stream) -> None:
+    CURRENT.streams = vars(CURRENT).get("streams", {}) | {stream.device.index: stream}
+    LIBRARY.set_device(stream.device.index)
+
+
+class use_stream:
+    "torch.cuda.stream"
+
+    def __init__(self, stream: Stream):
+        self.stream = stream
+
+    def __enter__(self):
+        self.before = current_stream()
+        set_stream(self.stream)
+
+    def __exit__(self, *error):
+        set_stream(self.before)
+
+
+def check_order(device: torch.device, read: list, written: list) -> None:
+    "RuntimeError: another stream has written there, and this one has not waited for it."
+    here, graph = current_stream(device), graph_in_progress()
+    if graph and here is not graph.stream:
+        raise RuntimeError(f"a stream of {device} that is not recorded, at {current_line()}")
+    if graph:
+        return  # nothing happens yet
+    here.done += 1
+    for storage in map(storage_of, [*read, *written]):
+        stream, number = vars(storage).get("written", (here, 0))
+        seen = max(here.has_seen.get(stream, 0), HOST_HAS_SEEN.get(stream, 0))
+        if stream is not here and stream.device == here.device and seen < number:
+            raise RuntimeError(f"a stream does not wait for another, at {current_line()}")
+    for storage in map(storage_of, written):
+        storage.written = here, here.done  # the operation that wrote there last
+
+
+def storage_of(x) -> torch.UntypedStorage:
+    return x if isinstance(x, torch.UntypedStorage) else x.untyped_storage()
 
 
 RECORDING = threading.local()
@@ -475,17 +578,6 @@ RECORDING = threading.local()
 def graph_in_progress() -> Graph | None:
     "Of this thread."
     return getattr(RECORDING, "graph", None)
-
-
-@contextlib.contextmanager
-def record_graph(graph: Graph, **options):
-    "torch.cuda.graph"
-    RECORDING.graph = graph
-    try:
-        yield
-    finally:
-        RECORDING.graph = None
-        graph.take_back()
 
 
 # --------------------------------------------------------------------------------- torch.cuda
@@ -510,11 +602,28 @@ class device_context:
 
 
 LOCKED: list[int] = []  # bytes of each block of the host's memory that is locked
+LOCKS = SimpleNamespace(refused=False, latched=False)
 
 
 def lock_memory(pointer: int, size: int, flags: int) -> int:
+    if LOCKS.refused:
+        LOCKS.latched = True
+        return 2
     LOCKED.append(size)
     return 0
+
+
+def raise_latched_error() -> None:
+    "A kernel's launch finds the error that a call before it has left."
+    if LOCKS.latched:
+        LOCKS.latched = False
+        raise RuntimeError("CUDA error: out of memory")
+
+
+def end_pool(index: int, pool) -> None:
+    if pool not in POOLS_IN_USE:
+        raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
+    POOLS_IN_USE.remove(pool)
 
 
 def replace_torch_cuda() -> None:
@@ -526,11 +635,13 @@ def replace_torch_cuda() -> None:
         "CUDAGraph": Graph,
         "Event": Event,
         "Stream": Stream,
-        "current_stream": Stream,
-        "graph": record_graph,
+        "current_stream": current_stream,
+        "default_stream": lambda device=None: DEFAULT_STREAMS[index_of(device)],
+        "graph_pool_handle": object,
         "mem_get_info": lambda device=None: (8 * 10**10, 8 * 10**10),
         "memory_reserved": lambda device=None: 0,
-        "stream": lambda other: contextlib.nullcontext(),
+        "set_stream": set_stream,
+        "stream": use_stream,
         "cudart": lambda: runtime,
         "current_device": lambda: LIBRARY.current_device(),
         "device": device_context,
@@ -554,6 +665,8 @@ def replace_torch_cuda() -> None:
     }
     for name, answer in answers.items():
         setattr(torch.cuda, name, answer)
+    torch._C._host_emptyCache = lambda: None
+    torch._C._cuda_endAllocateToPool = end_pool
 
 
 def install() -> None:

@@ -60,6 +60,14 @@ def test_a_planted_mix_up_is_found(ranks, monkeypatch):
         ranks.sum_gradients([weight], torch.tensor(1.0, device="cuda"))
 
 
+def test_an_error_of_one_rank_does_not_wait_for_the_others(ranks):
+    "They wait for it, in `gather`. Leaving the group waits for all, as with NCCL."
+    if RANK == 1:
+        with pytest.raises(MemoryError), ranks:
+            raise MemoryError
+    assert ranks.gather(RANK) == [0, 1]
+
+
 # ---------------------------------------------------------------------------------------- training
 def gradients_of_one_process(work, monkeypatch):
     with monkeypatch.context() as alone:

@@ -1,0 +1,47 @@
+"""What an editor sees: jedi completes the public names and the methods of their classes."""
+
+import ast
+import re
+
+import jedi
+import pytest
+from helpers import ROOT
+
+import glm_grpo
+
+HELD = {  # class -> some of what people call on it
+    "MinimalGRPOTrainer": ["train", "train_step", "save_checkpoint", "generate_samples", "options"],
+    "GLMImageWrapper": ["generate_with_tracking", "compute_token_logprobs", "save_pretrained"],
+    "T2IDataset": ["prompts", "load"],
+}
+
+
+def completions(code):
+    project = jedi.Project(ROOT)
+    return {found.name for found in jedi.Script(code, project=project).complete()}
+
+
+def test_the_public_names_are_those_of_the_type_checker():
+    tree = ast.parse((ROOT / "glm_grpo/__init__.py").read_text(encoding="utf-8"))
+    imported = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            for name in node.names:
+                imported.add((name.name, node.module))
+    assert imported == set(glm_grpo._HOMES.items())
+    assert set(glm_grpo._HOMES) <= completions("from glm_grpo import ")
+
+
+@pytest.mark.parametrize("name", HELD)
+def test_methods_are_completed(name):
+    assert set(HELD[name]) <= completions(f"from glm_grpo import {name}\n{name}.")
+
+
+def test_names_in_the_readmes_example_lead_somewhere():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
+    script = jedi.Script(code, project=jedi.Project(ROOT))
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.Attribute):
+            place = node.end_lineno, node.end_col_offset - 1
+            assert script.goto(*place, follow_imports=True), ast.unparse(node)
