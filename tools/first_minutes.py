@@ -27,7 +27,7 @@ from glm_grpo.bench.clock import seconds_of
 from glm_grpo.maths.noise import named_uniforms
 from glm_grpo.model.decode_step import CudaGraphs, Recorder, recorder_for
 from glm_grpo.model.loading import pick_device
-from glm_grpo.model.padding import masked_attention, trim, visibility
+from glm_grpo.model.tokens import masked_attention, trim, visibility
 from glm_grpo.model.sampling import Decisions, SamplingLoop, sample_tokens
 from glm_grpo.model.scoring import logprob_gap, score_tokens
 from glm_grpo.model.tokens import PromptInputs, prepare_prompts
@@ -237,7 +237,7 @@ class SamplingWork:
     def decisions(self) -> Decisions:
         "A sampling loop as on CUDA, before its first step."
         loop = SamplingLoop(self.model, trim(self.inputs), self.prompt_index, fixed_shapes=True)
-        tokens = Decisions(loop, self.uniforms, **HOT, keep=True)
+        tokens = Decisions(loop, self.uniforms, **HOT)
         tokens.token_ids.zero_()
         return tokens
 

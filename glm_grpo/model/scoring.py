@@ -11,16 +11,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from .nucleus import unpack_kept
-from .padding import masked_attention, trim, visibility
+from .sampling import unpack_kept
 from .tokens import PromptInputs, language_model_parts
+from .tokens import masked_attention, trim, visibility
 
 # %% ../../nbs/3_model/07_scoring.ipynb #c011
 class _TokenLogprobs(torch.autograd.Function):
     "Log-probs of `ids` from the head's outputs, and their gradient: (1 at the token - p) / tau."
 
     @staticmethod
-    def forward(ctx, outputs, ids, kept, K, temperature, with_entropy):
+    def forward(ctx, outputs, ids, kept, K, temperature):
         logits = outputs[..., :K].float() / temperature
         if kept is not None:
             logits.masked_fill_(~unpack_kept(kept, K), -torch.inf)
@@ -28,24 +28,18 @@ class _TokenLogprobs(torch.autograd.Function):
         ctx.save_for_backward(logits, log_total, ids)
         ctx.temperature, ctx.dtype = temperature, outputs.dtype
         ctx.num_forbidden = outputs.shape[-1] - K
-        logprobs = (logits.gather(-1, ids[..., None]) - log_total)[..., 0]
-        if not with_entropy:
-            return logprobs, None
-        every = (logits - log_total).clamp_(min=-1e30)  # 0 * -inf would be NaN
-        entropy = -(every.exp() * every).sum(-1)
-        ctx.mark_non_differentiable(entropy)
-        return logprobs, entropy
+        return (logits.gather(-1, ids[..., None]) - log_total)[..., 0]
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, grad, _):
+    def backward(ctx, grad):
         logits, log_total, ids = ctx.saved_tensors
         grad = grad[..., None] / ctx.temperature
         probabilities = (logits - log_total).exp_()
         out = probabilities.mul_(-grad)  # in place: these are the largest tensors
         out.scatter_add_(-1, ids[..., None], grad)
         out = F.pad(out, (0, ctx.num_forbidden))  # outputs that are not image tokens: 0
-        return out.to(ctx.dtype), None, None, None, None, None
+        return out.to(ctx.dtype), None, None, None, None
 
 # %% ../../nbs/3_model/07_scoring.ipynb #c015
 @masked_attention()
@@ -65,11 +59,6 @@ def _decision_states(text_model, inputs, prompt_index, token_ids):
     return out.last_hidden_state[:, last_of_prompt:]
 
 
-def _chunk_logprobs(head, hidden, ids, kept, K, temperature, with_entropy):
-    "(log-probs of ids [N, C], entropy [N, C] or None) from hidden states [N, C, H]."
-    return _TokenLogprobs.apply(head(hidden), ids, kept, K, temperature, with_entropy)
-
-
 def score_tokens(
     model: nn.Module,  # GlmImageForConditionalGeneration, also with LoRA
     inputs: PromptInputs,  # P prompts
@@ -78,27 +67,25 @@ def score_tokens(
     temperature: float = 0.9,  # the one they were sampled with
     kept: Tensor | None = None,  # [N, T, ceil(K/8)] uint8 of `sample_tokens`; None: all tokens
     chunk: int = 128,  # decisions per chunk; the logits of one chunk exist at a time
-    return_entropy: bool = False,  # also the entropy of each decision, without gradient
-) -> Tensor | tuple[Tensor, Tensor]:  # log-probs [N, T] float32, in nats (and entropy [N, T])
+) -> Tensor:  # [N, T] float32, in nats
     "Log-prob of each token in one forward pass, with gradient. Outside `kept` it is -inf."
     model, text_model, K = language_model_parts(model)
     hidden = _decision_states(text_model, inputs, prompt_index, token_ids)
-    logprobs, entropies = [], []
+
+    def score(hidden, ids, kept):
+        return _TokenLogprobs.apply(model.lm_head(hidden), ids, kept, K, temperature)
+
+    logprobs = []
     for start in range(0, token_ids.shape[1], chunk):
         here = slice(start, start + chunk)
         kept_here = None if kept is None else kept[:, here]
-        args = (model.lm_head, hidden[:, here], token_ids[:, here], kept_here)
-        args += (K, temperature, return_entropy)
+        args = hidden[:, here], token_ids[:, here], kept_here
         if torch.is_grad_enabled():
             # the backward pass computes the logits again; there is no random state to restore
             options = {"use_reentrant": False, "preserve_rng_state": False}
-            part, entropy = checkpoint(_chunk_logprobs, *args, **options)
+            logprobs.append(checkpoint(score, *args, **options))
         else:
-            part, entropy = _chunk_logprobs(*args)
-        logprobs.append(part)
-        entropies.append(entropy)
-    if return_entropy:
-        return torch.cat(logprobs, 1), torch.cat(entropies, 1)
+            logprobs.append(score(*args))
     return torch.cat(logprobs, 1)
 
 # %% ../../nbs/3_model/07_scoring.ipynb #c1d0a47
