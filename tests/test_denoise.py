@@ -1,6 +1,6 @@
 """The DiT's side of the model and loading: what is refused, and properties that must hold.
 
-Slow stories stand in the notebooks nbs/3_model/05 to 11; these checks are fast.
+The stories stand in the notebooks of nbs/3_model; these checks are fast.
 """
 
 import json

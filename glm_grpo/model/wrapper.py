@@ -227,7 +227,7 @@ class GLMImageWrapper:
     def shard(self, mesh: "torch.distributed.device_mesh.DeviceMesh") -> dict[nn.Module, bool]:
         "Shard the weights that train over ranks, see `shard_halves`. UserError with LoRA."
         if self.adapters:
-            raise UserError("adapters are not sharded: set model.lora false, or training.shard false")
+            raise UserError("LoRA is not sharded: set model.lora false, or training.shard false")
         return shard_halves(self.halves, mesh)
 
     def __repr__(self):
