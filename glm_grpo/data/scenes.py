@@ -19,8 +19,7 @@ import numpy as np
 from matplotlib import get_data_path
 from PIL import Image, ImageDraw, ImageFont
 
-from .basics import UserError
-from .files import bundled
+from .basics import UserError, bundled
 
 # %% ../../nbs/2_data/08_scenes.ipynb #n006
 class Drawings:
