@@ -21,8 +21,8 @@ def make_odd(folder):
 ODD = {
     "dangling": "leads to gone, which does not exist",
     "dangling/run": "leads to gone, which does not exist",
-    "loop_a": "leads back to itself",
-    "loop_a/run": "leads back to itself",
+    "loop_a": "leads to loop_",
+    "loop_a/run": "leads to loop_",
     "x" * 300: "too long",
     "x" * 5000: "too long",
     "x" * 5000 + "/prompts.jsonl": "too long",

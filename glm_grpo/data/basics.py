@@ -119,25 +119,21 @@ def check_path(
 ) -> None:
     """UserError: the name is too long, is not UTF-8 or contains a null character, or a link on the
     way is broken. A path that does not exist is accepted."""
-    problem = None
+    problem, path = None, Path(path)
     try:
         str(path).encode()
         os.stat(path)
-    except UnicodeEncodeError:
-        problem = "the name is not UTF-8. Rename it."
     except ValueError:
-        problem = "the name contains a null character. Remove it."
+        problem = "the name is not UTF-8, or contains a null character. Rename it."
     except OSError as error:
-        links = [part for part in (Path(path), *Path(path).parents) if os.path.islink(part)]
+        links = [part for part in (path, *path.parents) if os.path.islink(part)]
         broken = [link for link in links if not os.path.exists(link)]
         if error.errno == errno.ENAMETOOLONG:
             problem = "the name is too long for this file system. Give a shorter one."
-        elif error.errno == errno.ELOOP:
-            problem = "a link leads back to itself. Point it to a file or folder, or remove it."
         elif broken:
             problem = (
-                f"the link {broken[0]} leads to {os.readlink(broken[0])}, which does not exist. "
-                "Create it, or remove the link."
+                f"the link {broken[0]} leads to {os.readlink(broken[0])}, which does not exist, "
+                "or back to itself. Correct the link, or remove it."
             )
     if problem:
         shown = str(path) if str(path).isprintable() else ascii(str(path))

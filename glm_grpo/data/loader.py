@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .basics import UserError
 from .images import pil_to_tensor, tensor_to_pil
-from .prompts import I2IDataset, T2IDataset, collate
+from .prompts import BATCH_NAMES, I2IDataset, T2IDataset, collate
 from ..maths.noise import named_generator
 
 # %% ../../nbs/2_data/05_loader.ipynb #n011
@@ -157,16 +157,13 @@ def source_lists(
     return [[row] if isinstance(row, Image.Image) else row for row in sources]
 
 
-_ITEM_NAMES = {"prompt": "prompts", "target": "target_images", "source": "source_images"}
-
-
 def as_batch(
     batch: Any,  # a dict, from `collate` or another loader
 ) -> dict:  # prompts list[str] of length B; target_images [B, 3, H, W], source_images and so on
     """A batch in the form of `collate`. UserError: it is not a dict, it has no prompts, or the
     numbers of prompts and images differ."""
     found = batch if isinstance(batch, dict) else {}
-    found = {_ITEM_NAMES.get(name, name): value for name, value in found.items()}
+    found = {BATCH_NAMES.get(name, name): value for name, value in found.items()}
     prompts = found.get("prompts") or []
     prompts = [prompts] if isinstance(prompts, str) else list(prompts)
     if not prompts or not all(isinstance(prompt, str) for prompt in prompts):
@@ -188,10 +185,9 @@ def as_batch(
         rows = range(len(prompts))
         metadata = [{name: values[i] for name, values in metadata.items()} for i in rows]
     found |= {"prompts": prompts, "target_images": targets, "metadata": metadata}
-    if found.get("source_images") is not None:
-        found["source_images"] = source_lists(found["source_images"])
+    found["source_images"] = source_lists(found.get("source_images"))
     for name in ("target_images", "source_images"):
-        images = found.get(name)
+        images = found[name]
         if images is not None and len(images) != len(prompts):
             raise UserError(
                 f"a batch has {len(prompts)} prompts and {len(images)} {name}. Give it one per "
