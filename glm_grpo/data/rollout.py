@@ -154,12 +154,11 @@ class Samples:
         return replace(self, advantages=advantages, counted=counted)
 
     def __repr__(self):
-        size = f"{len(self)} samples"
-        if self.old_logprobs is not None:
-            size = " x ".join(map(str, self.old_logprobs.shape)) + " decisions"
-        groups = f"groups of {self.group_size}"
         judged = "without" if self.advantages is None else "with"
-        return f"Samples({size}, {groups}, {judged} advantages; of {self.rollout!r})"
+        return (
+            f"Samples({len(self)} samples, groups of {self.group_size}, {judged} advantages; "
+            f"of {self.rollout!r})"
+        )
 
 # %% ../../nbs/2_data/07_rollout.ipynb #n017
 class Policy:
