@@ -66,9 +66,9 @@ class PromptLoader:
         "The indices of the dataset in this rank's share of a batch."
         share = self.batch_size // self.world
         start = batch * self.batch_size + self.rank * share
-        places = range(start, start + share)
-        orders = {epoch: self.order(epoch) for epoch in {place // self.n for place in places}}
-        return [orders[place // self.n][place % self.n] for place in places]
+        first, last = start // self.n, (start + share - 1) // self.n  # epochs
+        order = [index for epoch in range(first, last + 1) for index in self.order(epoch)]
+        return order[start - first * self.n :][:share]
 
     def __iter__(self) -> Iterator[dict]:
         while True:

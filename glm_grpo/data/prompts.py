@@ -203,10 +203,8 @@ def _read_table(path):
     except Exception as error:
         # pandas and pyarrow raise OSError, ArrowInvalid...; all mean the same to the user
         reason = " ".join(str(error).split())[:200]
-        raise UserError(
-            f"{path}: {reason} ({type(error).__name__}). Correct it, or save it again; in CSV, a "
-            'cell with a comma stands in quotes: "a cat, a dog".'
-        ) from None
+        hint = ' A cell with a comma stands in quotes: "a cat, a dog".' if is_csv else ""
+        raise UserError(f"{path}: {reason}. Correct it, or save it again.{hint}") from None
     return rows, notes
 
 # %% ../../nbs/2_data/04_prompts.ipynb #cc37f4d
@@ -399,7 +397,7 @@ class I2IDataset(T2IDataset):
         "UserError as `T2IDataset`, or sources are missing or broken."
         super().__init__(prompts_file, target_images_dir, image_size)
         self.sources = self._find("source", source_images_dir)
-        if self.sources is None:
+        if not self.sources:
             raise UserError(
                 f"{self.prompts_file}: image-to-image needs source images. "
                 "Set data.source_images_dir, or give each line a 'source'."
