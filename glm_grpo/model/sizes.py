@@ -13,8 +13,7 @@ from pathlib import Path
 
 import torch
 
-from ..data.basics import UserError
-from ..data.files import bundled
+from ..data.basics import UserError, bundled
 from .loading import check_model_folder, is_hub_id, quiet
 
 # %% ../../nbs/3_model/14_sizes.ipynb #n006

@@ -16,11 +16,9 @@ from pathlib import Path
 
 import torch
 
-from ..data.basics import UserError
-from ..data.files import bundled, check_path
+from ..data.basics import UserError, bundled, check_path
 from ..data.loader import make_dataloader
-from ..data.prompts import SPLIT_SEED, I2IDataset, T2IDataset, split_off
-from ..data.rows import is_table
+from ..data.prompts import I2IDataset, SPLIT_SEED, T2IDataset, is_table, split_off
 from ..data.scenes import parse_prompt
 from ..model.loading import download_model
 from ..model.wrapper import GLMImageWrapper

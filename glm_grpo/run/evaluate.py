@@ -15,8 +15,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from ..data.basics import UserError, patch_to
-from ..data.files import check_output_folder
+from ..data.basics import UserError, check_output_folder, patch_to
 from ..data.options import collect, refuse
 from ..model.tokens import check_prompt_lengths
 from ..rewards.calling import RewardError, save_failed, where_raised

@@ -19,8 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..data.basics import UserError, patch_to
-from ..data.files import atomic_write
+from ..data.basics import UserError, atomic_write, patch_to
 from ..data.images import tensor_to_pil
 from ..data.prompts import T2IDataset
 from ..rewards.calling import call_reward

@@ -11,9 +11,8 @@ import json
 import os
 from pathlib import Path
 
-from ..data.basics import UserError
-from ..data.files import atomic_write, check_path
-from ..data.records import read_records
+from ..data.basics import UserError, atomic_write, check_path
+from ..data.prompts import read_records
 from .command_line import BEGAN_WITH
 from .comparison import reward_levels
 from .config import Config, to_yaml

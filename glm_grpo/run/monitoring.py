@@ -10,8 +10,8 @@ import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from ..data.files import atomic_write
-from ..data.records import read_records
+from ..data.basics import atomic_write
+from ..data.prompts import read_records
 from .alarms import reward_hacking_alarm
 from .evaluation import eval_record, image_numbers
 from ..training.callbacks import Callback

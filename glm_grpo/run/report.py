@@ -19,8 +19,7 @@ import matplotlib
 import numpy as np
 from PIL import Image
 
-from ..data.basics import UserError
-from ..data.files import atomic_write
+from ..data.basics import UserError, atomic_write
 from .alarms import alarm_figure, reward_hacking_alarm
 from .comparison import Change, compare_evaluations, paired_difference, prompts_label
 from ..training.figures import image_grid, png_address, step_curves

@@ -14,8 +14,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from ..data.basics import UserError, patch_to
-from ..data.files import atomic_write
+from ..data.basics import UserError, atomic_write, patch_to
 from ..model.tokens import check_prompt_lengths
 from glm_grpo.run.build import (
     check_reward,

@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 from matplotlib.font_manager import findfont
 from PIL import Image, ImageDraw, ImageFont
 
-from ..data.files import atomic_write
+from ..data.basics import atomic_write
 from ..data.images import tensor_to_pil
 from ..data.rollout import Policy
 from .experience import Experience
