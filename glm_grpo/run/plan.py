@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['AR_TRAINED', 'GPUS', 'FLOP_REACHED', 'BANDWIDTH_REACHED', 'HOST_BANDWIDTH', 'LESS_MEMORY', 'tokens_of',
-           'deciding_steps', 'count_work', 'count_weights', 'count_adapter', 'count_trained', 'Transformer', 'Step',
-           'transformer_of_ar', 'transformer_of_dit', 'sampling_memory', 'activations', 'estimate_memory', 'GPU',
-           'forward_flop', 'vae_flop', 'step_seconds', 'read_machine', 'longest_prompt', 'OutOfTime', 'time_training',
-           'memory_there', 'in_bytes', 'check_memory', 'describe_memory', 'describe_step_time', 'plan']
+           'deciding_steps', 'count_work', 'count_weights', 'count_blocks', 'count_adapter', 'count_trained',
+           'Transformer', 'Step', 'sampling_memory', 'activations', 'estimate_memory', 'GPU', 'forward_flop',
+           'vae_flop', 'step_seconds', 'read_machine', 'longest_prompt', 'OutOfTime', 'time_training', 'memory_there',
+           'in_bytes', 'check_memory', 'describe_memory', 'describe_step_time', 'plan']
 
 # %% ../../nbs/6_run/17_plan.ipynb #w006
 import math
@@ -89,6 +89,12 @@ def count_weights(
     return numbers_in(shapes)
 
 
+def count_blocks(layout: dict) -> int:
+    "The weights of the DiT that every patch meets. The modulation is computed per image."
+    shapes = layout["dit"]["shapes"].items()
+    return numbers_in({k: s for k, s in shapes if "blocks." in k and ".norm1.linear" not in k})
+
+
 def count_adapter(
     model: ModelConfig,
     half: str,
@@ -157,36 +163,25 @@ class Step:
         self.rows = min(config.rollout.token_batch_size or self.samples, self.samples)
         self.micro_batch = min(training.micro_batch_size or self.images, self.images)
         self.pixels = math.prod(image_height_width(config))
-        self.ar = transformer_of_ar(layout, prompt_tokens + self.new_tokens)
-        self.dit = transformer_of_dit(layout, self.pixels // 256, config.rollout.guidance_scale)
-        text = layout["ar"]["config"]["text_config"]
+        text, dit = layout["ar"]["config"]["text_config"], layout["dit"]["config"]
         self.logits = text["vision_vocab_size"]
-        heads = 2 * text["num_key_value_heads"] * self.ar.layers
+        width, layers = text["hidden_size"], text["num_hidden_layers"]
+        heads, feed = 2 * text["num_key_value_heads"], text["intermediate_size"]
         # numbers in the keys and values of a token
-        self.cache = heads * self.ar.width // text["num_attention_heads"]
+        self.cache = layers * heads * width // text["num_attention_heads"]
+        row, kept = prompt_tokens + self.new_tokens, 12 * width + 4 * feed
+        weights = count_weights("ar", layout)
+        self.ar = Transformer(weights, width, layers, row, kept, in_use=6 * feed)
+        width, layers = dit["num_attention_heads"] * dit["attention_head_dim"], dit["num_layers"]
+        patches, passes = self.pixels // 256, 2 if config.rollout.guidance_scale > 1 else 1
+        weights = count_blocks(layout)
+        self.dit = Transformer(weights, width, layers, patches, 18 * width, 10 * width, passes)
         # frozen numbers that wait on the host while the other half works
         self.idle = {"ar": 0, "dit": 0}
         if config.model.offload:
             trains = {} if config.model.lora else self.trained
             for half in self.idle:
                 self.idle[half] = numbers_in(layout[half]["shapes"]) - trains.get(half, 0)
-
-
-def transformer_of_ar(layout: dict, tokens: int) -> Transformer:
-    config = layout["ar"]["config"]["text_config"]
-    width, feed = config["hidden_size"], config["intermediate_size"]
-    weights, layers = count_weights("ar", layout), config["num_hidden_layers"]
-    return Transformer(weights, width, layers, tokens, 12 * width + 4 * feed, 6 * feed)
-
-
-def transformer_of_dit(layout: dict, patches: int, guidance_scale: float) -> Transformer:
-    config, shapes = layout["dit"]["config"], layout["dit"]["shapes"]
-    width = config["num_attention_heads"] * config["attention_head_dim"]
-    # the modulation, `norm1.linear`, is computed per image
-    blocks = {k: s for k, s in shapes.items() if "blocks." in k and ".norm1.linear" not in k}
-    kept, in_use, passes = 18 * width, 10 * width, 2 if guidance_scale > 1 else 1
-    weights, layers = numbers_in(blocks), config["num_layers"]
-    return Transformer(weights, width, layers, patches, kept, in_use, passes)
 
 # %% ../../nbs/6_run/17_plan.ipynb #m013
 def sampling_memory(step: Step) -> tuple[int, int]:  # bytes of tokens, of images
