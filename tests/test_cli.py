@@ -273,6 +273,17 @@ def test_dry_run_counts_and_leaves_nothing(folder, capsys):
     assert files(folder) == there
 
 
+def test_a_dry_run_plans_for_the_machine_of_a_recipe(capsys):
+    words = ["--dry_run", "--config", "configs/real_ar_8gpu.yaml", "--training.machine"]
+    assert main(*words[:-1]) == 0
+    assert "on each of 8 x H100" in capsys.readouterr().out
+    for machine, says in (("8 x RTX 4090", "does not fit"), ("5 x H100", "a multiple of 5")):
+        assert main(*words, machine) == 2
+        assert says in capsys.readouterr().err
+    assert main(*words, "8 x H1000") == 2
+    assert "training.machine 8 x H1000" in capsys.readouterr().err
+
+
 def evaluations(run):
     "What training wrote, and what `glm_grpo.evaluate` writes about the same checkpoint."
     assert evaluate_main("--trust_run_code", "--checkpoint", run) == 0

@@ -465,17 +465,12 @@ def plan(
     number format that is not there, and for a run that its machine cannot hold."""
     training, machine, processes = config.training, config.training.machine, process_count()
     device = pick_device(None if machine else config.model.device)
-    there, place = memory_there(device), f"free on {device}"
-    if device.type != "cuda":
-        place = "on this machine"
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+    gpu = next((one for one in GPUS if one in name), "H100")
     if machine:
         count, gpu = read_machine(machine)
         processes = count if processes == 1 else processes
-        dtype = pick_dtype(config.model.torch_dtype, torch.device("cuda"))
-    else:
-        name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
-        gpu = next((one for one in GPUS if one in name), "H100")
-        dtype = pick_dtype(config.model.torch_dtype, device)
+    dtype = pick_dtype(config.model.torch_dtype, torch.device("cuda") if machine else device)
     if training.batch_size % processes:
         raise UserError(
             f"training.batch_size {training.batch_size} cannot be split evenly over {processes} "
@@ -494,10 +489,13 @@ def plan(
 
     memory = estimate_memory(step)
     say("memory", describe_memory(memory, f"each of {machine}" if machine else device))
-    if machine and memory["peak"] > there:
-        say("note", f"planned for {machine}; it does not fit here: {in_bytes(there)} {place}")
-    if machine:
-        there, place = GPUS[gpu].memory, f"on one {gpu}"
+    there, place = memory_there(device), "on this machine"
+    if device.type == "cuda":
+        place = f"free on {device}"
+    if machine and gpu not in name:  # this machine has no such GPU
+        if memory["peak"] > there:
+            say("note", f"planned for {machine}; it does not fit here: {in_bytes(there)} {place}")
+        there, place = GPUS[gpu].memory, f"on each {gpu}"
     if tight := check_memory(memory["peak"], there, place):
         say("WARNING", tight)
     if machine or total >= tiny:
