@@ -502,10 +502,8 @@ def plan(
         say("time", describe_step_time(step, gpu))
         return
     say("timing", f"one group of {config.reward.grpo.group_size} samples, twice, at most 30 s")
-    seconds = time_training(config, dataset, reward)
+    seconds, about = time_training(config, dataset, reward), "about"
     if seconds is None:  # of the two rounds one took more than half of it
-        hours = 15 * training.batch_size * training.max_steps / 3600
-        say("time", f"more than {hours:.1f} h of training on this machine (stopped timing)")
-        return
+        seconds, about = 15 * training.batch_size * training.max_steps, "more than"
     minutes = max(1, round(seconds / 60))
-    say("time", f"about {minutes} min of training on this machine, evaluations not counted")
+    say("time", f"{about} {minutes} min of training on this machine, evaluations not counted")
