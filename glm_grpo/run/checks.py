@@ -65,7 +65,8 @@ def check_memory_options(config: Config) -> None:
     "Options of weights, optimizer and reference that do not go together."
     model, beta = config.model, config.reward.grpo.beta
     kind = config.training.optimizer
-    if kind != "adamw" and not importlib.util.find_spec("bitsandbytes"):
+    elsewhere = config.dry_run and config.training.machine
+    if kind != "adamw" and not elsewhere and not importlib.util.find_spec("bitsandbytes"):
         raise UserError(
             f"training.optimizer {kind}: the package bitsandbytes is not installed. pip install "
             "'glm_grpo[8bit]', or take adamw."

@@ -102,6 +102,11 @@ class LengthOptions:
         "true: spread trained weights, gradients and optimizer state over the processes (FSDP2) "
         "instead of a copy in each; for several processes and model.lora false",
     )
+    machine: str | None = option(
+        None,
+        "the GPUs that --dry_run plans for, like H100 or 8 x H100; a real run does not look at it; "
+        "null: this machine",
+    )
 
 # %% ../../nbs/6_run/01_config.ipynb #n015
 @dataclass
