@@ -29,22 +29,21 @@ from glm_grpo.run.build import (
     part_weights,
 )
 from .checks import check_config
-from .command_line import parse_args, run_command, take_value
+from .command_line import parse_args, run_command, words_to_go_on
 from .comparison import prompts_label
 from .config import Config, image_height_width
-from .evaluate import check_run, take_trust, words_to_go_on
 from .evaluation import evaluate_config
 from glm_grpo.run.folder import (
     check_prompts,
     check_resume,
     choose_folder,
+    make_folder,
     write_config,
     write_results,
 )
 from .monitoring import PeriodicEvaluation
 from .plan import plan
 from ..training.callbacks import CheckpointCallback
-from ..training.checkpoint_folder import run_folder
 from ..training.interrupts import Interrupts, Stopped
 from ..training.ranks import Ranks, end_alone
 from ..training.rescue import EXPECTED, remedy, rescue_steps
@@ -138,6 +137,10 @@ def load(self: Run) -> None:
     self.say("", repr(self.model))
     for prompts in (self.dataset, self.heldout):
         check_prompt_lengths(self.model, prompts, *self.size)
+    if not config.resume:  # its name is taken by making it
+        made = ranks.agree(lambda: make_folder(config.training.output_dir) if ranks.first else None)
+        self.out = made[0]
+        self.interrupted = self.out / "checkpoints" / "checkpoint_interrupt"
     config.training.output_dir = str(self.out)
     self.others = ({}, {})
     if config.training.eval_samples:
@@ -380,12 +383,7 @@ def train(config: Config) -> int:  # one of `STATUSES`
 
 def train_command(words: list[str]) -> int:
     "The program. UserError for what the user can fix."
-    trusted, words = take_trust(words)
-    config = parse_args(words)
-    if config.resume:
-        own = take_value(words, "--resume")[1]
-        check_run(config, own, run_folder(config.resume), trusted)
-    return train(config)
+    return train(parse_args(words))
 
 
 def main(
