@@ -133,6 +133,14 @@ def test_a_folder_of_ones_own_is_taken_as_it_is(tmp_path, monkeypatch):
     assert config.data.target_images_dir == "data/t2i/target_images"
 
 
+def test_a_run_of_an_older_version_goes_on_with_its_options(tmp_path):
+    "Commit ee6ea3b saved loop_samples, num_samples and pictures_per_sample."
+    text = "training: {loop_samples: 2, seed: 3}\nreward: {grpo: {num_samples: 4}}\n"
+    (tmp_path / "config.yaml").write_text(text)
+    config = parse_args([], run=tmp_path, say=str)
+    assert (config.training.seed, config.reward.grpo.group_size) == (3, 4)
+
+
 def test_metrics_say_all_that_they_need(tmp_path):
     config, _ = read(tmp_path, "reward: {metrics: {aesthetic: 0.5, clip: 0.3, beauty: 0.2}}\n")
     said = refusal(check_config, config)

@@ -8,7 +8,7 @@ import sys
 from unittest import mock
 
 import pytest
-from helpers import ROOT, evaluate_main, files, main, small, told
+from helpers import GREEN, ROOT, evaluate_main, files, main, small, steps, told
 
 from glm_grpo.data.basics import refusal
 from glm_grpo.run.command_line import OPTIONS, Words, parse_args
@@ -45,7 +45,7 @@ TAKES_NO_RUN = [
     ("evaluate", "--model RUN", "model_index.json"),
     ("train", "--checkpoint RUN", "no such option"),
     ("train", "--config CALL", "resume belongs to one call"),
-    ("train", "--config RUN", "no such file"),
+    ("train", "--config RUN", "cannot be read"),
     ("train", "--model.name RUN", "model_index.json"),
 ]
 
@@ -154,20 +154,19 @@ def test_evaluate_does_not_write_into_a_run(theirs, capsys):
     assert {path: path.read_bytes() for path in files(theirs)} == before
 
 
-def test_runs_that_start_at_the_same_moment_have_folders_of_their_own(folder):
-    "Both look for a free name before either has made it."
-    words = [sys.executable, "-m", "glm_grpo.train", *small(folder, "--num_steps", 1)]
-    words += ["--model.name", str(ROOT / "data/tiny-glm-image")]
-    both = [
-        subprocess.Popen(words, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-        for _ in range(2)
-    ]
-    said = [process.communicate(timeout=300)[0].decode() for process in both]
-    assert [process.returncode for process in both] == [0, 0], said
-    runs = sorted((folder / "outputs").iterdir())
-    assert [run.name for run in runs] == ["run_001", "run_002"]
-    for run in runs:
-        assert len((run / "metrics.jsonl").read_text().splitlines()) == 1
+def test_runs_that_start_at_the_same_moment_have_folders_of_their_own(folder, monkeypatch):
+    "Here another run takes the free name while this one tries its reward."
+    monkeypatch.chdir(folder)
+    other = "import os\nos.makedirs('outputs/run_001', exist_ok=True)\n"
+    (folder / "green.py").write_text(other + GREEN)
+    model = ["--model.name", ROOT / "data/tiny-glm-image"]
+    assert main(*small(folder, "--num_steps", 1, *model)) == 0
+    assert not files(folder / "outputs/run_001")
+    run = folder / "outputs/run_002"
+    assert (
+        steps(run) == [1]
+        and f"output_dir: {run.relative_to(folder)}" in (run / "config.yaml").read_text()
+    )
 
 
 @pytest.mark.parametrize("words", [[""], ["--seed", ""], ["--seed="], ["--"], ["-1"]])

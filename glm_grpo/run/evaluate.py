@@ -69,17 +69,18 @@ def numbers_table(
     after: dict | None,
 ) -> str:
     "All metrics and statistics, one per line: before, after, difference."
+    rows = [
+        result["metrics"] | result["statistics"] | {"diversity": result["diversity"]}
+        for result in (before, after or before)
+    ]
     lines = []
-    for kind in ("metrics", "statistics"):
-        for name, value in before[kind].items():
-            then = after[kind].get(name) if after else None
-            line = f"  {name:22} {value:9.4f}"
-            if then is not None:
-                line += f" -> {then:9.4f}  ({then - value:+.4f})"
-            lines.append(line)
-    for name, result in (("before", before), ("after", after)):
-        if result and result["diversity"] is not None:
-            lines.append(f"  diversity, {name:11} {result['diversity']:9.4f}")
+    for name, value in rows[0].items():
+        if value is None:
+            continue
+        line, then = f"  {name:22} {value:9.4f}", rows[1].get(name)
+        if after and then is not None:
+            line += f" -> {then:9.4f}  ({then - value:+.4f})"
+        lines.append(line)
     return "\n".join(lines)
 
 # %% ../../nbs/6_run/14_evaluate.ipynb #n009
