@@ -35,7 +35,7 @@ from glm_grpo.data.options import (
 from ..rewards.functions import functions_of_others
 from ..rewards.registry import METRICS
 from ..rewards.remote import TOKEN
-from .config import RENAMED, VALUES_ELSEWHERE, Config, to_yaml, translate
+from .config import RENAMED, Config, to_yaml, translate
 from ..training.checkpoint_folder import find_checkpoint, run_folder
 from ..training.console import statuses_help, steady_output, take_debug, tell_end
 from ..training.interrupts import Interrupts
@@ -218,7 +218,7 @@ def read_options(
 ) -> tuple[dict[str, Any], list[str]]:  # option -> value, of the right type; what was translated
     "A YAML file of options. UserError names all that is wrong with it, each with its line."
     values, notes = {}, []
-    entries, problems = read_entries(file, (*OPTIONS, *VALUES_ELSEWHERE))
+    entries, problems = read_entries(file, OPTIONS)
     for line in entries:
         try:
             entry, note = translate(line, OPTIONS)
