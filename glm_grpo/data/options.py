@@ -79,9 +79,7 @@ def problem_with(option_field: Field, value: Any) -> str | None:
 # %% ../../nbs/2_data/06_options.ipynb #n013
 def shown(value: Any) -> str:
     "A value in a message: short, and '' for an empty string."
-    if not isinstance(value, str):
-        return reprlib.repr(value)
-    text = value if value.strip() else repr(value)
+    text = value if isinstance(value, str) and value.strip() else reprlib.repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
 
 
