@@ -30,15 +30,15 @@ from glm_grpo.run.build import (
     part_weights,
 )
 from .checks import check_config
-from .command_line import parse_args, run_command, take_value
+from .command_line import parse_args, run_command, words_to_go_on
 from .comparison import prompts_label
 from .config import Config, image_height_width
-from .evaluate import check_run, take_trust, words_to_go_on
 from .evaluation import evaluate_config
 from glm_grpo.run.folder import (
     check_prompts,
     check_resume,
     choose_folder,
+    make_folder,
     write_config,
     write_results,
 )
@@ -46,7 +46,6 @@ from .monitoring import PeriodicEvaluation
 from .plan import plan
 from ..rewards.calling import reward_name
 from ..training.callbacks import CheckpointCallback
-from ..training.checkpoint_folder import run_folder
 from ..training.interrupts import Interrupts, Stopped
 from ..training.ranks import Ranks, end_alone
 from ..training.rescue import EXPECTED, remedy, rescue_steps
@@ -118,6 +117,10 @@ class Run:
         self.say("", repr(self.model))
         for prompts in (self.dataset, self.heldout):
             check_prompt_lengths(self.model, prompts, *self.size)
+        if not config.resume:  # its name is taken by making it
+            make = partial(make_folder, training.output_dir)
+            self.out = ranks.agree(make if ranks.first else lambda: None)[0]
+            self.interrupted = self.out / "checkpoints" / "checkpoint_interrupt"
         training.output_dir = str(self.out)
         self.others = other_metrics(config, self.reward) if training.eval_samples else ({}, {})
         self.watch = PeriodicEvaluation(
@@ -292,12 +295,7 @@ def train(config: Config) -> int:  # one of `STATUSES`
 
 def train_command(words: list[str]) -> int:
     "The program. UserError for what the user can fix."
-    trusted, words = take_trust(words)
-    config = parse_args(words)
-    if config.resume:
-        own = take_value(words, "--resume")[1]
-        check_run(config, own, run_folder(config.resume), trusted)
-    return train(config)
+    return train(parse_args(words))
 
 
 def main(
