@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 
 from glm_grpo.run.folder import write_results
-from glm_grpo.run.monitoring import PeriodicEvaluation
+from glm_grpo.run.evaluation import PeriodicEvaluation
 from glm_grpo.run.report import CARDS, write_page
 from glm_grpo.training.agreement import Agreement, Gap
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..data.basics import UserError
 from ..data.images import tensor_to_pil
-from .comparison import reward_levels
+from .alarms import reward_levels
 from ..training.figures import ShownFigure, step_curves
 
 # %% ../../nbs/6_run/08_explore.ipynb #n008

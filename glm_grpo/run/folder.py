@@ -15,10 +15,9 @@ from ..data.basics import UserError
 from ..data.files import atomic_write, check_path
 from ..data.records import read_records
 from .command_line import BEGAN_WITH
-from .comparison import reward_levels
+from .alarms import reward_levels
 from .config import Config, to_yaml
-from .evaluation import write_eval
-from .monitoring import PeriodicEvaluation
+from .evaluation import PeriodicEvaluation, write_eval
 from .report import before_after_grid, write_page
 from ..training.checkpoint_folder import read_note
 from ..training.figures import save_figure, step_curves

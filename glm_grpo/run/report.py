@@ -21,8 +21,14 @@ from PIL import Image
 
 from ..data.basics import UserError
 from ..data.files import atomic_write
-from .alarms import alarm_figure, reward_hacking_alarm
-from .comparison import Change, compare_evaluations, paired_difference, prompts_label
+from glm_grpo.run.alarms import (
+    Change,
+    alarm_figure,
+    compare_evaluations,
+    paired_difference,
+    prompts_label,
+    reward_hacking_alarm,
+)
 from ..training.figures import image_grid, png_address, step_curves
 from ..training.agreement import Agreement
 

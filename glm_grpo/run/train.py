@@ -30,10 +30,10 @@ from glm_grpo.run.build import (
 )
 from .checks import check_config
 from .command_line import parse_args, run_command, take_value
-from .comparison import prompts_label
+from .alarms import prompts_label
 from .config import Config, image_height_width
 from .evaluate import check_run, take_trust, words_to_go_on
-from .evaluation import evaluate_config
+from .evaluation import PeriodicEvaluation, evaluate_config
 from glm_grpo.run.folder import (
     check_prompts,
     check_resume,
@@ -41,7 +41,6 @@ from glm_grpo.run.folder import (
     write_config,
     write_results,
 )
-from .monitoring import PeriodicEvaluation
 from .plan import plan
 from ..training.callbacks import CheckpointCallback
 from ..training.checkpoint_folder import run_folder
