@@ -290,7 +290,7 @@ def stopped(self: Run) -> int:
             KeyboardInterrupt if self.interrupts.signal is None else Stopped(self.interrupts.signal)
         )
     if self.ranks.first:
-        write_results(self.out, self.before, None)
+        write_results(self.out, self.before, self.after, self.watch, self.config)
         self.say("stopped", self.save_interrupted())
     status = self.interrupts.status or 130  # 130: another rank got the signal
     if not self.ranks.all_failed:  # the signal came during an evaluation
@@ -333,7 +333,7 @@ def finish(self: Run) -> None:
     "Write the results, and print where they are."
     if not self.ranks.first:
         return
-    write_results(self.out, self.before, self.after, self.watch)
+    write_results(self.out, self.before, self.after, self.watch, self.config)
     names = [p.name for p in sorted(self.out.iterdir()) if not p.name.startswith(".")]
     self.say("written", f"{', '.join(names)} in {self.out}")
     if self.after:

@@ -168,7 +168,8 @@ def running_mean(
 
 def step_curves(
     lines: Sequence[dict],  # of metrics.jsonl: step, reward_mean, perhaps those of HEALTH
-    levels: dict[str, float] | None = None,  # label -> a reward to compare with
+    # held-out evaluations: step, reward_mean and perhaps standard_error
+    evaluations: Sequence[dict] = (),
     health: bool = True,  # False: only the reward, in a small figure
 ) -> Figure:
     "Reward against step, with a running mean over a tenth of the run, and what changes of HEALTH."
@@ -187,11 +188,16 @@ def step_curves(
     rewards = np.array([line["reward_mean"] for line in lines], dtype=float)
     top.plot(steps, rewards, color="C0", alpha=0.35, lw=1, label="each step")
     top.plot(steps, running_mean(rewards, width), color="C0", label=f"mean of {width} steps")
-    for colour, (label, level) in zip(("C3", "C2"), (levels or {}).items()):
-        top.axhline(level, color=colour, ls="--", lw=1.2, label=f"{label}: {level:.3f}")
+    if evaluations:
+        held_out = [one["reward_mean"] for one in evaluations]
+        errors = [one.get("standard_error", 0) for one in evaluations]
+        at = [one.get("step", steps[-1] * i) for i, one in enumerate(evaluations)]
+        label = f"evaluated: {held_out[0]:.3f} → {held_out[-1]:.3f}"
+        top.errorbar(at, held_out, errors, fmt="o", color="k", ms=4, lw=1, label=label)
     top.set(xlabel="step", ylabel="mean reward")
     above = {"loc": "lower left", "bbox_to_anchor": (0, 1), "ncols": 4, "frameon": False}
     top.legend(fontsize=9, **above)
+    top.xaxis.get_major_locator().set_params(integer=True)
     for column, (title, curves) in enumerate(panels.items()):
         ax = figure.add_subplot(rows[1, column])
         for policy, values in curves.items():
