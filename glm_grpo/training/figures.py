@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['LINE', 'MARGIN', 'NO_BREAK', 'HEALTH', 'image_grid', 'sample_blocks', 'sample_grid', 'ShownFigure', 'png_bytes',
-           'save_figure', 'png_address', 'gap_figure', 'running_mean', 'step_curves']
+           'save_figure', 'png_address', 'gap_figure', 'step_curves']
 
 # %% ../../nbs/5_training/13_figures.ipynb #n009
 import base64
@@ -157,18 +157,9 @@ def gap_figure(
 HEALTH = {"grad_norm": "gradient norm", "clip_fraction": "clip fraction", "kl": "KL"}
 
 
-def running_mean(
-    values: Sequence[float],
-    width: int,
-) -> np.ndarray:  # of the last `width` values, of fewer at the start
-    "The mean of the last values. NaN: one of them is not finite."
-    sums = np.convolve(np.asarray(values, dtype=float), np.ones(width))[: len(values)]
-    return sums / np.minimum(np.arange(1, len(sums) + 1), width)
-
-
 def step_curves(
     lines: Sequence[dict],  # of metrics.jsonl: step, reward_mean, perhaps those of HEALTH
-    # held-out evaluations: step, reward_mean and perhaps standard_error
+    # reward_mean, perhaps standard_error and step; without steps: of before and after
     evaluations: Sequence[dict] = (),
     health: bool = True,  # False: only the reward, in a small figure
 ) -> Figure:
@@ -187,12 +178,15 @@ def step_curves(
     top, width = figure.add_subplot(rows[0, :]), max(1, len(lines) // 10)
     rewards = np.array([line["reward_mean"] for line in lines], dtype=float)
     top.plot(steps, rewards, color="C0", alpha=0.35, lw=1, label="each step")
-    top.plot(steps, running_mean(rewards, width), color="C0", label=f"mean of {width} steps")
+    sums = np.convolve(rewards, np.ones(width))[: len(rewards)]  # of the last `width` steps
+    means = sums / np.minimum(np.arange(len(rewards)) + 1, width)
+    top.plot(steps, means, color="C0", label=f"mean of {width} steps")
     if evaluations:
         held_out = [one["reward_mean"] for one in evaluations]
         errors = [one.get("standard_error", 0) for one in evaluations]
         at = [one.get("step", steps[-1] * i) for i, one in enumerate(evaluations)]
-        label = f"evaluated: {held_out[0]:.3f} → {held_out[-1]:.3f}"
+        ends = held_out[:: max(1, len(held_out) - 1)]  # the first and the last, or the only one
+        label = "evaluated: " + " → ".join(f"{value:.3f}" for value in ends)
         top.errorbar(at, held_out, errors, fmt="o", color="k", ms=4, lw=1, label=label)
     top.set(xlabel="step", ylabel="mean reward")
     above = {"loc": "lower left", "bbox_to_anchor": (0, 1), "ncols": 4, "frameon": False}
