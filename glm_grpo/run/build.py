@@ -39,7 +39,7 @@ from glm_grpo.run.config import (
     tracker_names,
     trainer_options,
 )
-from .monitoring import ImageStatistics
+from .evaluation import ImageStatistics
 from glm_grpo.training.callbacks import (
     Callback,
     CheckpointCallback,

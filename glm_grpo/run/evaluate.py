@@ -23,7 +23,7 @@ from glm_grpo.run.build import (
 )
 from .checks import check_config
 from .command_line import Words, metrics_help, parse_args, run_command
-from .comparison import prompts_label
+from .alarms import prompts_label
 from .config import Config, image_height_width
 from .evaluation import evaluate_config, write_eval
 from .report import before_after_grid, write_page

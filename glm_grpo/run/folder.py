@@ -12,12 +12,10 @@ from pathlib import Path
 
 from ..data.basics import UserError, atomic_write, check_output_folder, check_path
 from ..data.prompts import read_records
-from .comparison import reward_levels
 from .config import Config, to_yaml
 from .evaluate import holds_run
-from .evaluation import write_eval
-from .monitoring import PeriodicEvaluation
-from .report import before_after_grid, write_page
+from .evaluation import PeriodicEvaluation, write_eval
+from .report import before_after_grid, run_facts, write_page
 from ..training.checkpoint_folder import read_note
 from ..training.figures import save_figure, step_curves
 
@@ -144,18 +142,21 @@ def write_results(
     before: dict | None,  # results of `evaluate`
     after: dict | None,
     watch: PeriodicEvaluation | None = None,  # its history, warnings and agreement go into the page
+    config: Config | None = None,  # the page tells what was run
 ) -> None:
     "eval.json, before_after.png, page.html and reward_curve.png, each if there are data for it."
     out = Path(out)
-    lines = read_metrics(out / "metrics.jsonl")
+    lines, of_run, history = read_metrics(out / "metrics.jsonl"), {}, None
+    if watch:
+        history = watch.history
+        of_run = {"trained": watch.trained, "agreement": watch.agreement}
+    if config:
+        of_run["facts"] = run_facts(config, lines, out)
     if before and after:
         write_eval(out / "eval.json", before=before, after=after)
         save_figure(before_after_grid(before, after), out / "before_after.png")
-        of_run = {"lines": lines}
-        if watch:
-            of_run |= {"trained": watch.trained, "history": watch.history}
-            of_run["agreement"] = watch.agreement
-        write_page(out / "page.html", before, after, **of_run)
+    if before:  # also of a run that was interrupted
+        write_page(out / "page.html", before, after, history=history, lines=lines, **of_run)
     if lines:
-        curves = step_curves(lines, reward_levels(before, after))
-        save_figure(curves, out / "reward_curve.png")
+        found = history or [result for result in (before, after) if result]
+        save_figure(step_curves(lines, found), out / "reward_curve.png")

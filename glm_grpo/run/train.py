@@ -31,9 +31,9 @@ from glm_grpo.run.build import (
 )
 from .checks import check_config
 from .command_line import parse_args, run_command, words_to_go_on
-from .comparison import prompts_label
+from .alarms import prompts_label
 from .config import Config, image_height_width
-from .evaluation import evaluate_config
+from .evaluation import PeriodicEvaluation, evaluate_config
 from glm_grpo.run.folder import (
     check_prompts,
     check_resume,
@@ -42,7 +42,6 @@ from glm_grpo.run.folder import (
     write_config,
     write_results,
 )
-from .monitoring import PeriodicEvaluation
 from .plan import plan
 from ..rewards.calling import reward_name
 from ..training.callbacks import CheckpointCallback
@@ -193,7 +192,7 @@ class Run:
         "Write the results, and print where they are."
         if not self.ranks.first:
             return
-        write_results(self.out, self.before, self.after, self.watch)
+        write_results(self.out, self.before, self.after, self.watch, self.config)
         names = [p.name for p in sorted(self.out.iterdir()) if not p.name.startswith(".")]
         self.say("written", f"{', '.join(names)} in {self.out}")
         if self.after:
@@ -222,7 +221,7 @@ def stop(run: Run) -> int:  # exit status
     if trainer is None or interrupts.trainer is not None:
         raise KeyboardInterrupt if interrupts.signal is None else Stopped(interrupts.signal)
     if ranks.first:
-        write_results(run.out, run.before, None)
+        write_results(run.out, run.before, run.after, run.watch, run.config)
         if trainer.step == run.config.training.max_steps:
             told = evaluate_hint(run)
         elif trainer.step < run.first_step:
