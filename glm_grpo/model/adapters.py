@@ -22,8 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..data.basics import UserError
-from ..data.files import atomic_dir
+from ..data.basics import UserError, atomic_dir
 from .loading import quiet, shard_like
 
 # %% ../../nbs/3_model/13_adapters.ipynb #n008

@@ -18,8 +18,7 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from ..data.basics import UserError
-from ..data.files import bundled
+from ..data.basics import UserError, bundled
 
 # %% ../../nbs/3_model/08_loading.ipynb #n008
 _AGAIN = "Download the model again; data/tiny-glm-image comes with the repository."

@@ -20,8 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..data.basics import UserError
-from ..data.files import atomic_write
+from ..data.basics import UserError, atomic_write
 from ..data.images import tensor_to_pil
 from .settings import harmful, moved_since, random_states, settings_kept
 

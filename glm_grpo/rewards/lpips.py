@@ -17,8 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..data.basics import UserError
-from ..data.files import atomic_write, bundled
+from ..data.basics import UserError, atomic_write, bundled
 from .perception import TargetReward
 
 # %% ../../nbs/4_rewards/08_lpips.ipynb #c030
