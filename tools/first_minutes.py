@@ -27,16 +27,17 @@ from glm_grpo.bench.clock import seconds_of
 from glm_grpo.maths.noise import named_uniforms
 from glm_grpo.model.decode_step import CudaGraphs, Recorder, recorder_for
 from glm_grpo.model.loading import pick_device
-from glm_grpo.model.padding import masked_attention, trim, visibility
 from glm_grpo.model.sampling import Decisions, SamplingLoop, sample_tokens
-from glm_grpo.model.scoring import logprob_gap, score_tokens
-from glm_grpo.model.tokens import PromptInputs, prepare_prompts
+from glm_grpo.model.scoring import score_tokens
+from glm_grpo.model.tokens import PromptInputs, masked_attention, prepare_prompts
+from glm_grpo.model.tokens import trim, visibility
 from glm_grpo.model.wrapper import GLMImageWrapper
 from glm_grpo.run.command_line import run_command
 from glm_grpo.training.agreement import LOOP_KL, Agreement
 from glm_grpo.training.metrics import PeakMemory
 from glm_grpo.training.ranks import Ranks
 from glm_grpo.training.trainer import MinimalGRPOTrainer
+from glm_grpo.training.update import gap_numbers
 
 MODEL = Path(__file__).resolve().parent.parent / "data/tiny-glm-image"
 PROMPTS = [  # of different length: the first one is padded
@@ -237,7 +238,7 @@ class SamplingWork:
     def decisions(self) -> Decisions:
         "A sampling loop as on CUDA, before its first step."
         loop = SamplingLoop(self.model, trim(self.inputs), self.prompt_index, fixed_shapes=True)
-        tokens = Decisions(loop, self.uniforms, **HOT, keep=True)
+        tokens = Decisions(loop, self.uniforms, **HOT)
         tokens.token_ids.zero_()
         return tokens
 
@@ -249,11 +250,11 @@ def check_scoring(device: torch.device, dtype: str) -> str:
     sampled = sample_tokens(*parts, work.uniforms, **HOT)
     with torch.no_grad():
         scored = score_tokens(*parts, sampled.token_ids, HOT["temperature"], sampled.kept)
-    gap = logprob_gap(sampled.logprobs, scored)
+    gap = gap_numbers(scored - sampled.logprobs, "gap")
     allowed = LOOP_KL[dtype != "float32"]
-    found = f"largest gap {gap['max']:.2g}, mean {gap['mean']:.2g} nats, KL {gap['kl']:.2g}"
+    found = f"largest gap {gap['gap']:.2g}, mean {gap['gap_mean']:.2g} nats, KL {gap['gap_kl']:.2g}"
     found += f", allowed KL {allowed:.2g}"
-    if not gap["kl"] <= allowed:  # also NaN
+    if not gap["gap_kl"] <= allowed:  # also NaN
         raise Failed(found)
     return found
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..data.basics import UserError, patch_to
-from ..model.memory import cut_like
+from ..model.loading import shard_like
 from .options import OptimizerOptions
 
 
@@ -219,7 +219,7 @@ def load_state_dict(
     """Load AdamW's state and the float32 copies. Learning rates and other settings stay.
     ValueError: another number of float32 copies."""
     for p, saved in zip(self.masters or (), masters, strict=True):
-        p.data.copy_(cut_like(saved, p))
+        p.data.copy_(shard_like(saved, p))
     settings = []
     for group in self.adamw.param_groups:
         settings.append({k: v for k, v in group.items() if k != "params"})
@@ -237,7 +237,7 @@ def _cut_state(saved, weight):
     cut = {}
     for name, value in saved.items():
         if isinstance(value, Tensor) and value.dim() > 0:
-            value = cut_like(value, weight)
+            value = shard_like(value, weight)
         cut[name] = value.clone() if isinstance(value, Tensor) else value
     return cut
 
