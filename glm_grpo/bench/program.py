@@ -115,7 +115,7 @@ def size_of(recipe: plain.Recipe) -> dict:
 
 
 def make_step(
-    way: str,  # "ours" or "plain"
+    way: str,  # "ours", or "image by image": the plain way
     model: GLMImageWrapper,  # with the policy that trains
     options: argparse.Namespace,
 ) -> Callable[[], dict]:  # a training step -> metrics
@@ -248,13 +248,13 @@ def measure_all(options: argparse.Namespace) -> dict:  # rows, notes
     name = f"a training step of {options.prompts} x {options.group} images"
     if not options.dit:
         rows = in_own_process(sampling_rows, options)
-        rows += compare(name, make_step, "ar", ("ours", "plain"), options)
+        rows += compare(name, make_step, "ar", ("ours", "image by image"), options)
         return {"rows": rows, "notes": NOTES["bench"]}
     images, ways = name.replace("a training step of", "sampling"), ("ours", "image", "group")
     rows = compare(images, make_images, "dit", ways, options)
     floor = in_own_process(image_floor, options)
     rows.append(table_row(f"{images} (plain: the floor)", rows[0]["ours"], floor, "s"))
-    rows += compare(name, make_step, "dit", ("ours", "plain"), options)
+    rows += compare(name, make_step, "dit", ("ours", "image by image"), options)
     return {"rows": rows, "notes": NOTES["dit"]}
 
 
