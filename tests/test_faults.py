@@ -28,7 +28,7 @@ from helpers import (
 from PIL import Image
 from safetensors.torch import load_file
 
-from glm_grpo.data import files as data_files
+from glm_grpo.data import basics as data_files
 from glm_grpo.model.policies import ARPolicy
 
 pytestmark = pytest.mark.usefixtures("at_root")

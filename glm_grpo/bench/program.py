@@ -23,7 +23,7 @@ from .clock import own_random_numbers, product_speed, save_table, seconds_of
 from .clock import table_row, to_markdown
 from .full_size import bench_full_size, image_operations, numbered
 from ..data.basics import UserError
-from ..data.rows import read_lines
+from ..data.prompts import read_lines
 from ..model.loading import pick_device
 from ..model.wrapper import GLMImageWrapper
 from ..training.metrics import PeakMemory
