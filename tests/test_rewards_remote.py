@@ -12,7 +12,6 @@ import torch
 from PIL import Image
 
 from glm_grpo.data.basics import refusal
-from glm_grpo.data.images import pil_to_tensor
 from glm_grpo.rewards import remote
 from glm_grpo.rewards.calling import call_reward
 from glm_grpo.rewards.remote import MAX_ANSWER, RemoteError, RemoteReward, serve
@@ -179,12 +178,6 @@ def test_strange_health(health):
         assert f"{server.url}/health" in message and message.isprintable()
 
 
-def test_another_address():
-    "A path that is not the server's is refused when the reward is made."
-    with serve(redness) as server:
-        assert "status 404" in refusal(RemoteReward, server.url + "/deep")
-
-
 def test_a_dead_server_is_asked_three_times():
     "`call_reward` does not go through the images one by one when a server fails."
     with BrokenServer(say(NO_MEMORY)) as server:
@@ -262,14 +255,6 @@ def test_each_request_has_its_own_rows():
     assert np.array_equal(HEARD["sources"][0][0], grey)
 
 
-def test_sources_may_be_one_tensor():
-    "One source for each image."
-    with serve(nosy) as server:
-        RemoteReward(server.url)(IMAGES[:2], PROMPTS[:2], sources=IMAGES[6:8])
-    assert HEARD["targets"] is None and HEARD["metadata"] is None
-    assert torch.equal(pil_to_tensor(HEARD["sources"][1]), IMAGES[7:8])
-
-
 @pytest.mark.parametrize("value", [time, float("nan"), {1}])
 def test_metadata_that_json_cannot_hold(value):
     with serve(nosy) as server:
@@ -312,6 +297,12 @@ def test_idle_connections_take_no_threads():
         client = RemoteReward(server.url, parallel=1, retries=0)
         assert client(IMAGES, PROMPTS).shape == (12,)
         assert threading.active_count() <= before + 1  # the client's own
+
+
+def test_a_body_that_is_too_large_is_told(monkeypatch):
+    monkeypatch.setattr(remote, "MAX_BYTES", 1000)
+    with serve(redness) as server, pytest.raises(RemoteError, match="413: more than 1000 bytes"):
+        RemoteReward(server.url)(IMAGES, PROMPTS)
 
 
 def test_a_silent_connection_is_closed(monkeypatch):

@@ -18,7 +18,7 @@ from ..data.basics import UserError
 from ..data.options import above, at_least, option, same_option
 from ..data.rollout import RolloutOptions
 from ..model.adapters import LoraOptions
-from ..rewards.functions import named_functions
+from ..rewards.registry import named_functions
 from ..rewards.registry import METRICS, Brought
 from glm_grpo.training.options import (
     GRPOOptions,

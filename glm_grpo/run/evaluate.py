@@ -20,7 +20,7 @@ from ..data.files import check_output_folder
 from ..data.options import collect, refuse
 from ..model.tokens import check_prompt_lengths
 from ..rewards.calling import RewardError, save_failed, where_raised
-from ..rewards.functions import functions_of_others, named_functions
+from ..rewards.registry import functions_of_others, named_functions
 from ..rewards.remote import TOKEN
 from glm_grpo.run.build import (
     check_reward,
