@@ -26,10 +26,11 @@ class TargetReward:
     """A reward that compares each image with its target.
 
     A subclass compares a few rows with `_compare(images, targets) -> [n]`. UserError: no targets,
-    or another size.
+    another size, or a side below `least`.
     """
 
     name: str
+    least: int  # pixels of the shorter side
     rows = 8  # images that are compared at a time, so that memory does not grow with the batch
 
     def __call__(
@@ -39,6 +40,11 @@ class TargetReward:
     ) -> Tensor:  # [N] float32, on the device of the images
         "A reward for each image."
         check_targets(self.name, images, targets)
+        if min(images.shape[-2:]) < self.least:  # an evaluation leaves this metric out
+            raise UserError(
+                f"The reward {self.name} needs images of at least {self.least} x {self.least} "
+                f"pixels, not {list(images.shape)}. Generate larger ones, or choose another reward."
+            )
         images, targets = images.float(), targets.to(images.device).float()
         pairs = zip(images.split(self.rows), targets.split(self.rows))
         return torch.cat([self._compare(few, few_targets) for few, few_targets in pairs])
@@ -48,7 +54,7 @@ class SSIM(TargetReward):
     """Structural similarity to the target, by pytorch-msssim. Wang et al. 2004, MS-SSIM 2003.
 
     1 is best; SSIM lies in [-1, 1], MS-SSIM in [0, 1]. Differentiable. UserError: pytorch-msssim
-    is missing; no targets, or another size. MS-SSIM needs sides of at least 161 pixels.
+    is missing; no targets, another size, or a side below 11 pixels (MS-SSIM: 161).
     """
 
     def __init__(
@@ -63,6 +69,7 @@ class SSIM(TargetReward):
                 "Install it: pip install 'glm_grpo[rewards]'."
             ) from e
         self.name = "ms_ssim" if multi_scale else "ssim"
+        self.least = 161 if multi_scale else 11  # pixels
         self.compare = ms_ssim if multi_scale else ssim
 
     def _compare(self, images, targets):
@@ -78,10 +85,10 @@ class LPIPS(TargetReward):
     """Minus the learned perceptual distance to the target; 1801.03924, version 0.1, AlexNet.
 
     0 is best, about -1 the worst. Differentiable; the weights are frozen. UserError: weights are
-    missing, damaged or changed; no targets, or another size. Sides of at least 31 pixels.
+    missing, damaged or changed; no targets, another size, or a side below 31 pixels.
     """
 
-    name = "lpips"
+    name, least = "lpips", 31
 
     def __init__(
         self,
