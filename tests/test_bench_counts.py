@@ -11,9 +11,7 @@ from glm_grpo.bench.counts import count_published, counts_table
 from glm_grpo.model.adapters import LoraOptions, add_lora
 from glm_grpo.model.sizes import PUBLISHED, build_ar, published_layout
 from glm_grpo.run.command_line import parse_args
-from glm_grpo.run.memory import MemoryEstimate
-from glm_grpo.run.plan import ar_flop, decode_bytes, dit_flop
-from glm_grpo.run.work import count_trained, tokens_of
+from glm_grpo.run.plan import Step, forward_flop
 
 # operators of a decode step that calls the model's own layers and peft's adapters
 OPERATORS_ONE_BY_ONE = 3559
@@ -72,27 +70,26 @@ def recipe():
     "`real_both_80gb` with the sizes that are counted: 64 prompt tokens, 32 rows at a time."
     words = "--config configs/real_both_80gb.yaml --rollout.token_batch_size 32"
     config = parse_args([*words.split(), "--training.batch_size", "4"])
-    layout, tokens = published_layout(), tokens_of(config)
-    given = count_trained(config, layout), 64 + tokens, tokens, torch.bfloat16
-    return MemoryEstimate(config, layout, *given)
+    return Step(config, published_layout())
 
 
 def test_the_dry_runs_formulas_agree_with_the_counts(lines, recipe):
-    assert recipe.token_samples() >= 32
-    assert decode_bytes(recipe) == pytest.approx(lines["AR,", False]["bytes"], rel=0.05)
+    assert recipe.rows == 32
+    read = (recipe.ar.weights + recipe.rows * recipe.ar.tokens * recipe.cache) * recipe.bytes
+    assert read == pytest.approx(lines["AR,", False]["bytes"], rel=0.05)
     images = CountedWork().images
-    assert images * dit_flop(recipe) == pytest.approx(lines["DiT", False]["flop"], rel=0.05)
+    assert images * forward_flop(recipe.dit) == pytest.approx(lines["DiT", False]["flop"], rel=0.05)
 
 
 def test_the_formula_of_an_ar_pass_agrees_with_the_count(recipe):
     config = copy.deepcopy(PUBLISHED["ar"])
     config["text_config"]["num_hidden_layers"] = 4
     text_model = build_ar(config).model.language_model
-    ids = torch.empty(1, recipe.row, dtype=torch.long, device="meta")
-    positions = torch.empty(3, 1, recipe.row, dtype=torch.long, device="meta")
+    ids = torch.empty(1, recipe.ar.tokens, dtype=torch.long, device="meta")
+    positions = torch.empty(3, 1, recipe.ar.tokens, dtype=torch.long, device="meta")
     embedded = torch.empty(*ids.shape, 4096, dtype=torch.bfloat16, device="meta")
     found = count(
         lambda: text_model(inputs_embeds=embedded, position_ids=positions, use_cache=False)
     )
-    head = 2 * recipe.row * 4096 * 16512
-    assert 10 * found.flop + head == pytest.approx(ar_flop(recipe), rel=0.05)
+    head = 2 * recipe.ar.tokens * 4096 * 16512
+    assert 10 * found.flop + head == pytest.approx(forward_flop(recipe.ar), rel=0.05)

@@ -108,9 +108,9 @@ show = lambda sample: display(plot_tree(tree, sample), plot_sample(tree, sample)
 interactive(show, sample=(0, 3))
 """,
     """
-from PIL import Image
-from glm_grpo.maths.frames import frames
-frames(["red", "green"], lambda color: Image.new("RGB", (300, 100), color), "color")
+from matplotlib.figure import Figure
+from glm_grpo.maths.advantages import frames
+frames(["red", "green"], lambda color: Figure((3, 1), facecolor=color), "color")
 """,
 ]
 TRAINING = [

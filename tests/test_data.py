@@ -11,12 +11,10 @@ import pytest
 import torch
 from PIL import Image
 
-from glm_grpo.data.basics import UserError, refusal
-from glm_grpo.data.files import atomic_dir, atomic_write
+from glm_grpo.data.basics import atomic_dir, refusal
 from glm_grpo.data.images import load_image, match_images, pil_to_tensor, tensor_to_pil
-from glm_grpo.data.loader import PromptSampler, endless_batches, make_dataloader
-from glm_grpo.data.prompts import I2IDataset, T2IDataset, collate, split_off
-from glm_grpo.data.rows import read_lines, read_prompts, read_rows
+from glm_grpo.data.loader import PromptLoader, endless_batches
+from glm_grpo.data.prompts import I2IDataset, T2IDataset, read_rows, split_off
 from glm_grpo.data.scenes import Scene, parse_prompt, sample_scenes, split_of, words_of
 
 COLORS = [(220, 40, 40), (40, 160, 60), (40, 80, 220)]
@@ -37,80 +35,55 @@ def save_images(folder, names, size=(8, 8)):
     return folder
 
 
-def epochs(number, n=10, **options):
-    "The orders of the first epochs, as the sampler gives them out (batch 1)."
-    places = itertools.chain.from_iterable(PromptSampler(n, 1, **options))
-    return [list(itertools.islice(places, n)) for _ in range(number)]
-
-
 # the order of the prompts
 
 
-def test_second_epoch_has_another_order_and_the_same_one_for_the_same_seed():
-    first, second = epochs(2, seed=3)
-    assert sorted(first) == sorted(second) == list(range(10))
-    assert first != second
-    assert epochs(2, seed=3) == [first, second]
-    assert epochs(2, seed=4)[1] != second
+def loader(n, batch_size, **options):
+    "Of n prompts without images."
+    names = ("prompt", "target", "metadata", "index")
+    items = [dict(zip(names, (f"prompt {i}", None, {}, i))) for i in range(n)]
+    return PromptLoader(items, batch_size, **options)
+
+
+def batches(loader, number):
+    return [batch["indices"] for batch in itertools.islice(loader, number)]
 
 
 def test_order_is_the_one_of_earlier_runs():
     "A checkpoint of an older version continues in the same order."
-    assert epochs(2, n=6, seed=0) == [[3, 4, 2, 0, 1, 5], [0, 1, 2, 3, 4, 5]]
-
-
-def test_epoch_of_one_seed_is_no_epoch_of_another():
-    assert epochs(2, seed=0)[1] != epochs(1, seed=1)[0]
+    assert batches(loader(6, 6), 2) == [[3, 4, 2, 0, 1, 5], [0, 1, 2, 3, 4, 5]]
+    assert batches(loader(6, 4, seed=0), 3) == [[3, 4, 2, 0], [1, 5, 0, 1], [2, 3, 4, 5]]
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 6])
 def test_ranks_together_see_what_one_rank_sees(world):
-    alone = list(itertools.islice(PromptSampler(10, 6, seed=7), 9))
-    samplers = [PromptSampler(10, 6, seed=7, rank=rank, world=world) for rank in range(world)]
-    shares = [list(itertools.islice(sampler, 9)) for sampler in samplers]
-    assert [sum(chunks, []) for chunks in zip(*shares)] == alone
+    alone = batches(loader(10, 6, seed=7), 9)
+    shares = [batches(loader(10, 6, seed=7, rank=rank, world=world), 9) for rank in range(world)]
+    assert [sum(parts, []) for parts in zip(*shares)] == alone
 
 
-@pytest.mark.parametrize("stop", range(8))
+@pytest.mark.parametrize("stop", [0, 1, 2, 5])
 def test_resume_continues_at_each_batch(stop):
-    alone = list(itertools.islice(PromptSampler(5, 3, seed=2), 12))
-    sampler = PromptSampler(5, 3, seed=2)
-    head = list(itertools.islice(sampler, stop))
-    state = json.loads(json.dumps(sampler.state_dict()))
-    other = PromptSampler(5, 3, seed=2)
-    other.load_state_dict(state)
-    assert head + list(itertools.islice(other, 12 - stop)) == alone
+    alone, stopped, resumed = loader(5, 3, seed=2), loader(5, 3, seed=2), loader(5, 3, seed=2)
+    head = batches(stopped, stop)
+    resumed.load_state_dict(json.loads(json.dumps(stopped.state_dict())))
+    assert head + batches(resumed, 12 - stop) == batches(alone, 12)
 
 
-def test_state_of_another_order_is_refused():
-    state = PromptSampler(10, 4, seed=7).state_dict()
-    cases = {
-        "number of prompts 10, this run has 11": PromptSampler(11, 4, seed=7),
-        "batch size 4, this run has 5": PromptSampler(10, 5, seed=7),
-        "seed 7, this run has 8": PromptSampler(10, 4, seed=8),
-    }
-    for message, sampler in cases.items():
-        assert message in refusal(sampler.load_state_dict, state)
-        assert sampler.batches == 0
-
-
-def test_batches_that_cannot_be_made_are_refused():
-    assert "both must be at least 1" in refusal(PromptSampler, 0, 1)
-    assert "both must be at least 1" in refusal(PromptSampler, 1, 0)
-    assert "multiple of 3" in refusal(PromptSampler, 10, 4, world=3)
+def test_states_and_batches_that_cannot_be_used_are_refused():
+    state = loader(10, 4, seed=7).state_dict()
+    for message, other in {
+        "number of prompts 10, this run has 11": loader(11, 4, seed=7),
+        "batch size 4, this run has 5": loader(10, 5, seed=7),
+        "seed 7, this run has 8": loader(10, 4, seed=8),
+    }.items():
+        assert message in refusal(other.load_state_dict, state)
+        assert other.batches == 0
+    for broken in ({"n": 10}, [1], state | {"batches": None}):
+        assert "place in the data is broken" in refusal(loader(10, 4).load_state_dict, broken)
+    assert "at least 1" in refusal(loader, 0, 1) and "at least 1" in refusal(loader, 1, 0)
+    assert "multiple of 3" in refusal(loader, 10, 4, world=3)
     assert "no batches" in refusal(endless_batches, [])
-
-
-def test_endless_batches_repeats_a_list_and_starts_where_it_was():
-    assert list(itertools.islice(endless_batches("abc", start=5), 5)) == list("cabca")
-
-
-def test_loader_keeps_its_place_over_new_iterators(tmp_path):
-    dataset = T2IDataset(write(tmp_path / "prompts.txt", "\n".join(PROMPTS)))
-    loader = make_dataloader(dataset, batch_size=2, seed=1)
-    found = [next(iter(loader))["indices"] for _ in range(3)]
-    assert found == list(itertools.islice(PromptSampler(3, 2, seed=1), 3))
-    assert "3 given out" in repr(loader)
 
 
 # prompt files
@@ -119,27 +92,15 @@ def test_loader_keeps_its_place_over_new_iterators(tmp_path):
 @pytest.mark.parametrize(
     "content, message",
     [
-        (b"", "bad.txt: empty"),
         (b"\n  \n", "bad.txt: empty"),
-        (b"a cat\n\na dog\n", "bad.txt, line 2: empty"),
         (b"a cat\n  \na dog", "bad.txt, line 2: empty"),
         (b"a cat\na dog\n\n", "bad.txt, line 3: empty"),
-        (b"a cat\na d\xf6g\n", "bad.txt, line 2: not UTF-8"),
         (b"a\r\nb\r\n\xff", "bad.txt, line 3: not UTF-8"),
+        ("a cat\n".encode("utf-16"), "bad.txt, line 1: not UTF-8"),
     ],
 )
 def test_bad_text_files_are_refused_with_their_line(tmp_path, content, message):
-    assert message in refusal(read_lines, write(tmp_path / "bad.txt", content))
-
-
-def test_byte_order_mark_and_windows_line_ends_are_accepted(tmp_path):
-    path = write(tmp_path / "windows.txt", b"\xef\xbb\xbfa\r\nb\r\n")
-    assert read_lines(path) == ["a", "b"]
-
-
-def test_missing_prompt_file_is_named(tmp_path):
-    message = refusal(read_lines, tmp_path / "prompt.txt")
-    assert "prompt.txt: no such file" in message and "data.prompts_file" in message
+    assert message in refusal(read_rows, write(tmp_path / "bad.txt", content))
 
 
 @pytest.mark.parametrize(
@@ -147,46 +108,29 @@ def test_missing_prompt_file_is_named(tmp_path):
     [
         ('{"prompt": "a cat"', "not valid JSON"),
         ('["a cat"]', "write a JSON object"),
-        ('"a cat"', "write a JSON object"),
         ('{"promt": "a cat"}', "unknown key 'promt'"),
+        ('{"prompt": "a cat", "' + "k" * 5000 + '": 1}', "unknown key 'kkk"),
         ('{"target": "a.png"}', "no prompt"),
         ('{"prompt": "  "}', "no prompt"),
         ('{"prompt": 3}', "'prompt' cannot be 3"),
         ('{"prompt": "a", "target": ["a.png"]}', "'target' cannot be"),
-        ('{"prompt": "a", "metadata": 1}', "'metadata' cannot be 1"),
-        ('{"prompt": "a", "source": [1]}', "'source' must be a file name"),
+        ('{"prompt": "a", "metadata": "' + "m" * 5000 + '"}', "'metadata' cannot be"),
+        ('{"prompt": "a", "source": ["a.png", null]}', "'source' cannot be"),
         ('{"prompt": "a", "source": 1}', "'source' cannot be 1"),
+        ('{"prompt": "a cat \\ud83d"}', "not valid JSON"),
+        ('{"prompt": "a", "metadata": {"n": ' + "9" * 5000 + "}}", "not valid JSON"),
+        ("[" * 100_000, "not valid JSON"),
     ],
 )
 def test_bad_json_lines_are_refused_with_their_line(tmp_path, line, message):
     path = write(tmp_path / "bad.jsonl", '{"prompt": "fine"}\n' + line)
-    found = refusal(read_prompts, path)
-    assert "bad.jsonl, line 2:" in found and message in found
-
-
-@pytest.mark.parametrize(
-    "line, message",
-    [
-        ('{"prompt": "a cat \\ud83d"}', "is half a character"),
-        ('{"prompt": "a cat", "metadata": {"\\udc80": 1}}', "is half a character"),
-        ('{"prompt": "a cat", "target": "\\udcff.png"}', "is half a character"),
-        ('{"prompt": "a cat", "metadata": {"n": ' + "9" * 5000 + "}}", "more than 4300 digits"),
-        ('{"prompt": "a cat", "metadata": {"n": ' + "[" * 99 + "]" * 99 + "}}", "nested more"),
-        ("[" * 100_000, "nested more than 100 deep"),
-        ('{"prompt": "a cat", "' + "k" * 5000 + '": 1}', "unknown key 'kkk"),
-        ('{"prompt": "a cat", "metadata": "' + "m" * 5000 + '"}', "'metadata' cannot be"),
-        ('{"prompt": "a cat", "source": ["a.png", null]}', "'source' must be a file name"),
-    ],
-)
-def test_json_that_could_not_be_used_later_is_refused(tmp_path, line, message):
-    path = write(tmp_path / "bad.jsonl", '{"prompt": "fine"}\n' + line)
-    found = refusal(read_prompts, path)
+    found = refusal(read_rows, path)
     assert "bad.jsonl, line 2:" in found and message in found
     assert len(found) < 1000 and found.encode()
 
 
 @pytest.mark.parametrize("key", ["target", "source"])
-@pytest.mark.parametrize("name", ["n" * 300, "n" * 5000, "d" * 5000 + "/0.png", "0\\u0000.png"])
+@pytest.mark.parametrize("name", ["n" * 300, "d" * 5000 + "/0.png", "0\\u0000.png"])
 def test_image_names_that_no_file_can_have_are_refused(tmp_path, key, name):
     path = write(tmp_path / "bad.jsonl", f'{{"prompt": "a", "{key}": "{name}"}}')
     message = refusal(I2IDataset, path, None)
@@ -198,10 +142,10 @@ def test_images_behind_broken_links_are_named(tmp_path):
     prompts = write(tmp_path / "prompts.txt", "\n".join(PROMPTS))
     targets = save_images(tmp_path / "targets", ["0.png", "1.png"])
     (targets / "2.png").symlink_to("gone.png")
-    assert "2.png leads to gone.png, which does not exist" in refusal(T2IDataset, prompts, targets)
+    assert "2.png leads to gone.png" in refusal(T2IDataset, prompts, targets)
     (targets / "2.png").unlink()
     (targets / "2.png").symlink_to("2.png")
-    assert "2.png leads back to itself" in refusal(T2IDataset, prompts, targets)
+    assert "2.png leads to 2.png" in refusal(T2IDataset, prompts, targets)
     (tmp_path / "link").symlink_to("nowhere")
     assert "link leads to nowhere" in refusal(T2IDataset, prompts, tmp_path / "link")
 
@@ -214,75 +158,73 @@ def test_image_names_that_are_not_utf8_are_opened(tmp_path):
     assert T2IDataset(prompts, targets)[0]["target"].shape == (3, 8, 8)
 
 
-# tables
-
-
 def test_a_prompt_file_of_the_package_is_offered(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert len(read_prompts("data/t2i/train/prompts.txt")) == 96
-    message = refusal(read_prompts, "data/t2i/prompts.txt")
-    assert "The package has data/i2i/train/prompts.jsonl, data/t2i/train/prompts.txt" in message
+    assert len(read_rows("data/t2i/train/prompts.txt")[0]) == 96
+    message = refusal(read_rows, "data/t2i/prompts.txt")
+    assert "no such file" in message and "data/t2i/train/prompts.txt" in message
     write_folder = tmp_path / "data" / "t2i" / "train"
     write_folder.mkdir(parents=True)
     write(write_folder / "prompts.txt", "my own")
-    assert read_prompts("data/t2i/train/prompts.txt") == [{"prompt": "my own"}]
-    assert [d.name for d in (tmp_path / "data").iterdir()] == ["t2i"]
+    assert read_rows("data/t2i/train/prompts.txt")[0] == [{"prompt": "my own"}]
+
+
+@pytest.mark.parametrize("name", ["prompts.json", "prompts.xlsx", "prompts.yaml"])
+def test_formats_that_would_be_read_as_nonsense_are_refused(tmp_path, name):
+    message = refusal(read_rows, write(tmp_path / name, '["a cat"]\n'))
+    assert f"{name}: {name[7:]} files are not supported" in message
+
+
+# tables: with the extra `datasets`
 
 
 @pytest.mark.parametrize("separator", [",", ";", "\t"])
 def test_csv_of_spreadsheets(tmp_path, separator):
+    pytest.importorskip("datasets")
     lines = ["Prompt|TARGET|weight|metadata", 'a|0.png|3|"{""k"": [1]}"', '"two\nlines"|1.png||']
     text = "\ufeff" + "\r\n".join(lines).replace("|", separator) + "\r\n\r\n"
     path = write(tmp_path / "table.CSV", text)
-    rows = read_rows(path)
-    assert rows.records == [
+    assert read_rows(path)[0] == [
         {"prompt": "a", "target": "0.png", "metadata": {"weight": "3", "k": [1]}},
         {"prompt": "two\nlines", "target": "1.png", "metadata": {"weight": ""}},
     ]
-    assert rows.places == ["line 2", "line 4"]
     save_images(tmp_path, ["0.png", "1.png"])
     dataset = T2IDataset(path)
-    assert dataset[1]["target"].shape == (3, 8, 8) and dataset.where(1).endswith("CSV, line 4")
+    assert dataset[1]["target"].shape == (3, 8, 8) and dataset.where(1).endswith("CSV, row 2")
 
 
 @pytest.mark.parametrize(
     "text, message",
     [
-        ("", "no rows"),
-        ("prompt\n", "no rows"),
+        ("", "No columns"),
+        ("prompt\n", "no row"),
         ("name,label\na,b\n", "'text' or 'caption'. The columns are name, label"),
-        ("prompt,target\na,b\na, red, cat\n", "line 3: 3 cells, but line 1 names 2 columns"),
-        ('prompt\n"a cat\n', "not valid CSV"),
-        ("prompt,prompt\na,b\n", "line 1: 2 columns have the name 'prompt'"),
-        ("prompt,\na,b\n", "line 1: a column has no name"),
-        ("prompt,target\na,x\n,y\n", "line 3: no prompt"),
-        ('prompt,metadata\na,"{1}"\n', "line 2, metadata: not valid JSON"),
-        ("prompt,metadata\na,b\n", "line 2: 'metadata' cannot be"),
-        ('prompt,source\na,"[1]"\n', "line 2: 'source' must be a file name"),
-        ('prompt\n"' + "a" * 200_000 + '"\n', "field larger than field limit"),
+        ("prompt,target\na,b\na, red, cat\n", "line 3, saw 3"),
+        ("prompt,target\na, red, cat\n", "line 2, saw 3"),
+        ('prompt\n"a cat\n', "inside string"),
+        ("prompt,target\na,x\n,y\n", "row 2: no prompt"),
+        ('prompt,metadata\na,"{1}"\n', "row 1, metadata: not valid JSON"),
+        ("prompt,metadata\na,b\n", "row 1: 'metadata' cannot be"),
+        ('prompt,source\na,"[1]"\n', "row 1: 'source' cannot be"),
         ("prompt\ncaf\xe9\n", "line 2: not UTF-8"),
     ],
 )
-def test_bad_csv_is_refused_with_its_line(tmp_path, text, message):
-    found = refusal(read_prompts, write(tmp_path / "bad.csv", text.encode("latin-1")))
+def test_bad_csv_is_refused_with_its_place(tmp_path, text, message):
+    pytest.importorskip("datasets")
+    found = refusal(read_rows, write(tmp_path / "bad.csv", text.encode("latin-1")))
     assert "bad.csv" in found and message in found
 
 
 def test_sources_of_a_csv_may_be_a_list(tmp_path):
+    pytest.importorskip("datasets")
     save_images(tmp_path, ["0.png", "1.png"])
-    path = write(tmp_path / "edits.csv", 'caption,source\na,"[""1.png"", ""0.png""]"\nb,0.png\n')
+    path = write(tmp_path / "edits.csv", 'caption,source\na,"[""1.png"", ""0.png""]"\nNA,0.png\n')
     dataset = I2IDataset(path, None)
     assert [[p.name for p in row] for row in dataset.sources] == [["1.png", "0.png"], ["0.png"]]
-    assert dataset.notes == ["column 'caption' as prompt"]
+    assert dataset.prompts == ["a", "NA"] and dataset.notes == ["column 'caption' as prompt"]
 
 
-@pytest.mark.parametrize("name", ["prompts.json", "prompts.xlsx", "prompts.yaml"])
-def test_formats_that_would_be_read_as_nonsense_are_refused(tmp_path, name):
-    message = refusal(read_prompts, write(tmp_path / name, '["a cat"]\n'))
-    assert f"{name}: {name[7:]} files are not supported. Save it as .txt" in message
-
-
-def picture(color):
+def png(color):
     file = io.BytesIO()
     Image.new("RGB", (8, 8), color).save(file, "png")
     return file.getvalue()
@@ -294,7 +236,7 @@ def flowers():
     datasets = pytest.importorskip("datasets")
     columns = {
         "text": ["a rose", "a tulip"],
-        "image": [{"bytes": picture(color), "path": None} for color in COLORS[:2]],
+        "image": [{"bytes": png(color), "path": None} for color in COLORS[:2]],
         "label": [3, None],
         "day": [datetime.date(2026, 1, 19)] * 2,
     }
@@ -318,7 +260,7 @@ def test_datasets_saved_in_each_form(tmp_path, flowers):
     DatasetDict({"train": flowers, "test": flowers}).save_to_disk(tmp_path / "splits")
     in_splits = T2IDataset(tmp_path / "splits")
     check_flowers(in_splits)
-    assert "split 'train' of test, train" in in_splits.notes
+    assert "split 'train' of train, test" in in_splits.notes
     check_flowers(T2IDataset(tmp_path / "splits" / "test"))
     (tmp_path / "hub" / "data").mkdir(parents=True)
     flowers.to_parquet(tmp_path / "hub" / "data" / "train-00000-of-00001.parquet")
@@ -332,18 +274,19 @@ def test_datasets_that_are_none_are_refused(tmp_path, flowers):
     from datasets import DatasetDict
 
     DatasetDict({"a": flowers, "b": flowers}).save_to_disk(tmp_path / "ab")
-    message = refusal(read_prompts, tmp_path / "ab")
-    assert "no split 'train'. Name the folder of one:" in message and "ab/b" in message
+    assert "no split 'train'" in refusal(read_rows, tmp_path / "ab")
     flowers.save_to_disk(tmp_path / "torn")
     (tmp_path / "torn" / "data-00000-of-00001.arrow").write_bytes(b"ARROW")
-    assert "not a complete dataset" in refusal(read_prompts, tmp_path / "torn")
+    assert "torn: " in refusal(read_rows, tmp_path / "torn")
     empty = pyarrow.table({"prompt": pyarrow.array([], "string")})
     pyarrow.parquet.write_table(empty, tmp_path / "empty.parquet")
-    assert "empty.parquet: no rows" in refusal(read_prompts, tmp_path / "empty.parquet")
+    assert "empty.parquet: no row" in refusal(read_rows, tmp_path / "empty.parquet")
     write(tmp_path / "text.parquet", "a cat")
-    assert "text.parquet: not valid Parquet" in refusal(read_prompts, tmp_path / "text.parquet")
+    assert "text.parquet: " in refusal(read_rows, tmp_path / "text.parquet")
     flowers.remove_columns("text").to_parquet(tmp_path / "mute.parquet")
-    assert "no column 'prompt'" in refusal(read_prompts, tmp_path / "mute.parquet")
+    assert "no column 'prompt'" in refusal(read_rows, tmp_path / "mute.parquet")
+    (tmp_path / "nothing").mkdir()
+    assert "nothing: a folder without a dataset" in refusal(read_rows, tmp_path / "nothing")
     half = flowers.to_dict()
     half["image"][1]["bytes"] = half["image"][1]["bytes"][:50]
     flowers.from_dict(half).to_parquet(tmp_path / "half.parquet")
@@ -351,13 +294,9 @@ def test_datasets_that_are_none_are_refused(tmp_path, flowers):
     assert "half.parquet, row 2, target: a broken image" in message
 
 
-def test_a_folder_without_a_dataset_is_refused(tmp_path):
-    assert "a folder without a dataset" in refusal(read_prompts, tmp_path)
-
-
 def test_images_in_cells_are_sources_of_edits(tmp_path):
     datasets = pytest.importorskip("datasets")
-    cells = [{"bytes": picture(color), "path": None} for color in COLORS[:2]]
+    cells = [{"bytes": png(color), "path": None} for color in COLORS[:2]]
     columns = {"prompt": ["redder", "greener"], "source": cells, "target": cells[::-1]}
     datasets.Dataset.from_dict(columns).to_parquet(tmp_path / "edits.parquet")
     item = I2IDataset(tmp_path / "edits.parquet", None, image_size=4)[1]
@@ -368,21 +307,13 @@ def test_images_in_cells_are_sources_of_edits(tmp_path):
 # which prompts are held out
 
 
-def test_equal_prompts_stay_on_one_side(tmp_path):
-    prompts = [f"flower {i % 15}" for i in range(60)]
-    dataset = T2IDataset(write(tmp_path / "prompts.txt", "\n".join(prompts)))
-    training, held_out = split_off(dataset)
-    assert len({*held_out.prompts}) == 2 and len(held_out) == 8 and len(training) == 52
-    assert not {*held_out.prompts} & {*training.prompts}
-
-
 def test_held_out_prompts_are_the_same_in_every_version(tmp_path):
     "A checkpoint of an older version is evaluated on what it was not trained on."
     dataset = T2IDataset(write(tmp_path / "p.txt", "\n".join(f"flower {i}" for i in range(30))))
     assert split_off(dataset)[1].prompts == SPLIT
 
 
-@pytest.mark.parametrize("number, held", [(9, 0), (10, 2), (20, 2), (35, 3), (1500, 100)])
+@pytest.mark.parametrize("number, held", [(9, 0), (10, 2), (35, 3), (1500, 100)])
 def test_how_many_are_held_out(tmp_path, number, held):
     lines = "\n".join(f"flower {i}" for i in range(number))
     training, held_out = split_off(T2IDataset(write(tmp_path / "prompts.txt", lines)))
@@ -412,21 +343,17 @@ def test_images_follow_their_prompts_when_some_are_held_out(tmp_path):
 @pytest.mark.parametrize(
     "names, message",
     [
-        (["0.png", "2.png"], "none for line 2 ('a green disc')"),
-        (["0.png", "1.png", "3.png"], "none for line 3 ('a blue disc'); 3.png belongs to no line"),
-        (["0.png", "1.png", "2.png", "3.png"], "4 images for 3 prompts, 3.png belongs to no line"),
-        (["0.png", "1.png", "0.jpg"], "0.jpg and 0.png belong to the same prompt"),
-        (["cat.png", "dog.png", "bird.png"], "none for line 1 ('a red disc'); bird.png belongs"),
+        (["0.png", "1.png", "3.png"], "none for line 3 ('a blue disc'); 3.png has no line"),
+        (["0.png", "1.png", "2.png", "3.png"], "4 images for 3 prompts, 3.png has no line"),
+        (["0.png", "1.png", "2.png", "0.jpg"], "0.jpg has no line of its own"),
+        (["cat.png", "dog.png", "bird.png"], "none for line 1 ('a red disc'); bird.png has"),
         (["a_red_disc.png", "1.png", "2.png"], "named like the prompts"),
         (["1.png", "2.png"], "numbered 1 to 3"),
-        ([], "no images in it"),
+        ([], "0 images for 3 prompts"),
     ],
 )
 def test_images_that_do_not_match_are_refused(tmp_path, names, message):
     assert message in refusal(match_images, save_images(tmp_path / "images", names), PROMPTS)
-
-
-def test_missing_image_folder_is_named(tmp_path):
     assert "nowhere: no such folder" in refusal(match_images, tmp_path / "nowhere", PROMPTS)
 
 
@@ -447,15 +374,8 @@ def test_dataset_refuses_a_broken_image_before_training(tmp_path):
     write(targets / "1.png", (targets / "1.png").read_bytes()[:50])
     assert "1.png: a broken image" in refusal(T2IDataset, prompts, targets)
     assert "1.png: a broken image" in refusal(I2IDataset, prompts, targets)
-    (targets / "1.png").unlink()
-    assert "none for line 2" in refusal(T2IDataset, prompts, targets)
-
-
-def test_targets_of_different_sizes_need_an_image_size(tmp_path):
-    prompts = write(tmp_path / "prompts.txt", "\n".join(PROMPTS))
-    targets = save_images(tmp_path / "targets", ["0.png", "1.png", "2.png"])
     Image.new("RGB", (24, 8)).save(targets / "1.png")
-    assert "24 x 8 pixels, but 0.png has 8 x 8" in refusal(T2IDataset, prompts, targets)
+    assert "Set data.image_size" in refusal(T2IDataset, prompts, targets)
     assert T2IDataset(prompts, targets, image_size=(4, 6))[1]["target"].shape == (3, 4, 6)
     assert "(height, width)" in refusal(T2IDataset, prompts, targets, image_size=0)
 
@@ -466,7 +386,7 @@ def test_all_lines_have_an_image_or_none(tmp_path, key):
     save_images(tmp_path, ["0.png"])
     path = write(tmp_path / "partly.jsonl", "\n".join(lines))
     message = refusal(I2IDataset, path, None)
-    assert f"partly.jsonl, line 2: no '{key}', but other lines have one" in message
+    assert f"partly.jsonl, line 2: no '{key}'" in message
 
 
 def test_sources_must_be_there(tmp_path):
@@ -475,7 +395,7 @@ def test_sources_must_be_there(tmp_path):
     lines = ['{"prompt": "a", "source": "0.png"}', '{"prompt": "b", "source": []}']
     save_images(tmp_path, ["0.png"])
     empty = write(tmp_path / "empty.jsonl", "\n".join(lines))
-    assert "empty.jsonl, line 2: 'source' is empty" in refusal(I2IDataset, empty, None)
+    assert "empty.jsonl, line 2: no 'source'" in refusal(I2IDataset, empty, None)
     gone = write(tmp_path / "gone.jsonl", '{"prompt": "a", "source": ["0.png", "9.png"]}')
     assert "9.png: no such image" in refusal(I2IDataset, gone, None)
 
@@ -489,34 +409,7 @@ def test_several_sources_are_loaded_in_their_order_relative_to_the_folder(tmp_pa
     assert [image.size for image in item["source"]] == [(4, 4)] * 2
 
 
-def test_sources_of_different_sizes_stand_in_one_batch(tmp_path):
-    sizes = [(8, 8), (24, 8), (8, 16)]
-    lines = [json.dumps({"prompt": name, "source": f"{i}.png"}) for i, name in enumerate(PROMPTS)]
-    for i, size in enumerate(sizes):
-        Image.new("RGB", size, COLORS[i]).save(tmp_path / f"{i}.png")
-    edits = I2IDataset(write(tmp_path / "edits.jsonl", "\n".join(lines)), None)
-    batch = collate([edits[i] for i in range(3)])
-    assert [source.size for [source] in batch["source_images"]] == sizes
-    fitted = I2IDataset(edits.prompts_file, None, image_size=4)
-    assert [fitted[i]["source"][0].size for i in range(3)] == [(4, 4)] * 3
-
-
 # images
-
-
-def test_images_of_different_sizes_make_no_tensor():
-    images = [Image.new("RGB", (2, 2)), Image.new("RGB", (3, 1))]
-    with pytest.raises(ValueError, match="one size") as caught:
-        pil_to_tensor(images)
-    assert not isinstance(caught.value, UserError)
-
-
-def test_all_levels_survive_the_way_to_a_tensor_and_back():
-    levels = np.arange(256, dtype=np.uint8).reshape(16, 16)
-    [image] = tensor_to_pil(pil_to_tensor(Image.fromarray(levels)))
-    assert np.array_equal(np.asarray(image)[..., 0], levels)
-    almost = torch.tensor([0.9999, 1.7, -1.0]).reshape(3, 1, 1)
-    assert tensor_to_pil(almost)[0].getpixel((0, 0)) == (255, 255, 0)
 
 
 def test_tensor_to_pil_reads_half_precision_and_gradients():
@@ -542,23 +435,6 @@ def test_palette_with_a_transparent_colour_becomes_white(tmp_path):
 
 
 # files
-
-
-def test_failed_write_leaves_no_file(tmp_path):
-    with pytest.raises(RuntimeError):
-        with atomic_write(tmp_path / "deep" / "note.txt") as file:
-            file.write("half")
-            raise RuntimeError
-    assert os.listdir(tmp_path / "deep") == []
-
-
-def test_failed_folder_leaves_no_folder(tmp_path):
-    with pytest.raises(RuntimeError):
-        with atomic_dir(tmp_path / "step_1") as folder:
-            write(folder / "weights", "half")
-            assert not (tmp_path / "step_1").exists()
-            raise RuntimeError
-    assert os.listdir(tmp_path) == []
 
 
 def test_every_file_of_a_folder_is_synced_before_the_rename(tmp_path, monkeypatch):
@@ -590,29 +466,17 @@ def test_every_file_of_a_folder_is_synced_before_the_rename(tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize(
-    "prompt",
+    "prompt, message",
     [
-        "an astronaut on mars",
-        "a cat in the top left on a red ground, please",
-        "five cats on a red ground",
-        "a cat in the corner on a red ground",
-        "a cat in the top left on a black ground",
+        ("a cat in the top left on a red ground, please", "cannot read the prompt"),
+        ("five cats on a red ground", "cannot read the prompt"),
+        ("a cat in the top left on a black ground", "cannot read the prompt"),
+        ("two dragons on a red ground", "does not know the object 'dragons'"),
+        ("a cat left of a dragon on a red ground", "does not know the object 'dragon'"),
     ],
 )
-def test_prompts_outside_the_language_are_refused(prompt):
-    assert f"cannot read the prompt {prompt!r}" in refusal(parse_prompt, prompt, OBJECTS)
-
-
-@pytest.mark.parametrize(
-    "prompt, name",
-    [
-        ("two dragons on a red ground", "dragons"),
-        ("a dragon in the middle on a red ground", "dragon"),
-        ("a cat left of a dragon on a red ground", "dragon"),
-    ],
-)
-def test_unknown_objects_are_named(prompt, name):
-    assert f"does not know the object {name!r}" in refusal(parse_prompt, prompt, OBJECTS)
+def test_prompts_outside_the_language_are_refused(prompt, message):
+    assert message in refusal(parse_prompt, prompt, OBJECTS)
 
 
 def test_counts_read_the_plural():
@@ -622,13 +486,10 @@ def test_counts_read_the_plural():
 
 
 @pytest.mark.parametrize("split", ["pretrain", "train", "heldout"])
-def test_samples_stay_in_their_split(split):
-    for scene in sample_scenes(split, 60, OBJECTS, seed=5):
+def test_samples_stay_in_their_split_and_depend_on_the_seed(split):
+    scenes = sample_scenes(split, 60, OBJECTS, seed=5)
+    for scene in scenes:
         assert split_of(scene) == split
         assert scene.word is None or scene.word in words_of(split)
     assert not set(words_of("heldout")) & set(words_of("train"))
-
-
-def test_samples_are_the_same_for_the_same_seed_only():
-    assert sample_scenes("train", 20, OBJECTS, 1) == sample_scenes("train", 20, OBJECTS, 1)
-    assert sample_scenes("train", 20, OBJECTS, 1) != sample_scenes("train", 20, OBJECTS, 2)
+    assert sample_scenes(split, 60, OBJECTS, 5) == scenes != sample_scenes(split, 60, OBJECTS, 6)

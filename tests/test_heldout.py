@@ -6,7 +6,7 @@ from helpers import PROMPTS, evaluate_main, main, read_json, small
 
 from glm_grpo.data.prompts import T2IDataset, split_off
 from glm_grpo.run.build import describe_data, open_data
-from glm_grpo.run.comparison import prompts_label
+from glm_grpo.run.alarms import prompts_label
 from glm_grpo.run.config import Config, DataConfig
 from glm_grpo.run.report import write_page
 

@@ -13,24 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from glm_grpo.data.basics import refusal
 from glm_grpo.maths.advantages import compute_advantages, equal_groups, gdpo_advantages
-from glm_grpo.maths.loss import (
-    LOSS_TYPES,
-    combine_metrics,
-    compute_grpo_loss,
-    decision_loss,
-    kl_estimate,
-)
+from glm_grpo.maths.loss import LOSS_TYPES, combine_metrics, compute_grpo_loss
 from glm_grpo.maths.noise import named_generator, named_noise, named_seed, named_uniforms
-from glm_grpo.maths.sde import (
-    SDE_TYPES,
-    choose_window,
-    decision_steps,
-    gaussian_kl,
-    ratio_norm,
-    sde_step,
-    step_coefficients,
-    velocity_mse,
-)
+from glm_grpo.maths.sde import SDE_TYPES, choose_window, decision_steps, gaussian_kl, ratio_norm
+from glm_grpo.maths.sde import sde_step, step_coefficients, velocity_mse
 
 GOLDEN = json.loads((Path(__file__).parent.parent / "data/golden/trl_loss.json").read_text())
 NAN = float("nan")
@@ -146,15 +132,11 @@ def test_advantages_gdpo():
         (torch.zeros(0), 4, "shape (0,)"),
         (torch.zeros(4), 1, "at least 2"),
         (torch.tensor([0, NAN]), 2, "reward 1 is not finite"),
-        (torch.tensor([math.inf, 0]), 2, "reward 0 is not finite"),
     ],
 )
 def test_advantages_refusals(rewards, group_size, message):
     assert message in refusal(compute_advantages, rewards, group_size)
-
-
-def test_advantages_refuse_unknown_scale():
-    assert "group, batch or none" in refusal(compute_advantages, torch.zeros(4), 4, scale="std")
+    assert "scale" in refusal(compute_advantages, torch.zeros(4), 4, scale="std")
 
 
 # The loss: equal to TRL
@@ -206,30 +188,6 @@ def test_loss_would_differ_from_trl_without(name):
     assert disagree > 0
 
 
-def test_loss_equals_trl_in_two_halves():
-    "TRL's gradient accumulation. bnpo is not there: TRL divides by each half's own count."
-    assert {case["options"]["loss_type"] for case in GOLDEN["halves"]} == set(LOSS_TYPES) - {"bnpo"}
-    for case in GOLDEN["halves"]:
-        leaf = GIVEN["new_logprobs"].clone().requires_grad_()
-        total = 0
-        for rows in (slice(0, 2), slice(2, 4)):
-            total = (
-                total
-                + compute_grpo_loss(
-                    leaf[rows],
-                    GIVEN["old_logprobs"][rows],
-                    GIVEN["advantages"][rows],
-                    ref_logprobs=GIVEN["ref_logprobs"][rows],
-                    num_samples=4,
-                    num_decisions=12,
-                    **{"beta": 0.04, **case["options"]},
-                )[0]
-            )
-        expected = torch.tensor(case["grad"], dtype=torch.float64)
-        assert abs(total - case["loss"]) < 1e-8
-        assert torch.allclose(torch.autograd.grad(total, leaf)[0], expected, atol=1e-8)
-
-
 # The loss: what must hold
 
 OLD = -torch.rand(6, 5, generator=seeded(0), dtype=torch.float64) * 9
@@ -271,16 +229,8 @@ def test_loss_with_an_advantage_per_decision(loss_type):
         per_decision = gradient(mask=mask, loss_type=loss_type, advantages=expanded)
         assert all(map(torch.equal, per_sample, per_decision))
         spoilt = expanded.masked_fill(~mask, NAN)
-        assert all(
-            map(
-                torch.equal, per_sample, gradient(mask=mask, loss_type=loss_type, advantages=spoilt)
-            )
-        )
-    counts = {"num_samples": 6, "num_decisions": int(RAGGED.sum())}
-    own = torch.randn(6, 5, generator=seeded(3), dtype=torch.float64)
-    whole = gradient(advantages=own, loss_type=loss_type)
-    chunks = gradient((0, 1, 4, 6), advantages=own, loss_type=loss_type, **counts)
-    assert all(map(torch.allclose, whole, chunks))
+        ignored = gradient(mask=mask, loss_type=loss_type, advantages=spoilt)
+        assert all(map(torch.equal, per_sample, ignored))
     leaf = OLD.clone().requires_grad_()
     one_only = torch.zeros(6, 5, dtype=torch.float64)
     one_only[2, 3] = 1.0
@@ -347,8 +297,7 @@ def test_loss_of_a_group_of_equal_rewards_moves_nothing(loss_type, level):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_loss_ratio_is_one_before_the_first_update(dtype):
-    same = OLD.to(dtype)
-    loss, metrics = compute_grpo_loss(same, same, ADVANTAGES.float())
+    loss, metrics = compute_grpo_loss(OLD.to(dtype), OLD.to(dtype), ADVANTAGES.float())
     assert (metrics["ratio_mean"], metrics["ratio_std"], metrics["clip_fraction"]) == (1, 0, 0)
     assert loss.dtype == torch.float32
 
@@ -362,32 +311,6 @@ def test_loss_is_computed_in_float32_and_its_gradient_goes_to_the_new_logprobs()
     assert [leaf.grad is None for leaf in leaves] == [False, True, True]
 
 
-def test_loss_gradient_beyond_the_clip():
-    "By hand, at ratios 0.3 and 2."
-    logprobs = torch.tensor([[0.3], [2.0]]).log()
-
-    def slopes(advantage, **options):
-        leaf = logprobs.clone().requires_grad_()
-        loss, _ = decision_loss(leaf, leaf, torch.tensor(advantage), **options)
-        return torch.autograd.grad(loss.sum(), leaf)[0][:, 0].tolist()
-
-    assert slopes(1.0) == pytest.approx([-0.3, 0]) and slopes(-1.0) == pytest.approx([0, 2])
-    assert slopes(-1.0, delta=1.6) == pytest.approx([0, 0])
-    assert slopes(1.0, clip_range_high=1.5) == pytest.approx([-0.3, -2])
-    cispo = {"loss_type": "cispo", "clip_range_high": 1.6}
-    assert slopes(1.0, **cispo) == pytest.approx([-0.3, -1.6])
-    assert -1.6 < slopes(1.0, loss_type="sapo")[1] < -1.4
-    gate = 1 / (1 + math.exp(-1.05 * (2 - 1)))
-    assert slopes(-1.0, loss_type="sapo")[1] == pytest.approx(4 * gate * (1 - gate) * 2)
-
-
-def test_loss_clip_fraction_counts_each_side():
-    old = torch.full((4,), 0.25).log()
-    new = torch.tensor([0.21, 0.29, 0.10, 0.40]).log()
-    for advantages, expected in (([-1.0, -1, -1, 1], 0.5), ([1.0, 1, 1, -1], 0)):
-        assert compute_grpo_loss(new, old, torch.tensor(advantages))[1]["clip_fraction"] == expected
-
-
 def test_loss_kl():
     "Zero at the reference, a gradient away from it; only watched where beta is 0."
     leaf, none = OLD.clone().requires_grad_(), torch.zeros(6)
@@ -398,14 +321,6 @@ def test_loss_kl():
     watched, seen = compute_grpo_loss(leaf + 0.1, OLD, ADVANTAGES, ref_logprobs=OLD)
     assert seen["kl"] == metrics["kl"]
     assert torch.equal(watched, compute_grpo_loss(leaf + 0.1, OLD, ADVANTAGES)[0])
-    for kind, expected in {"k1": 0.1, "k2": 0.005, "k3": 0.1 + math.exp(-0.1) - 1}.items():
-        options = {"ref_logprobs": OLD, "kl_estimator": kind}
-        _, metrics = compute_grpo_loss(leaf + 0.1, OLD, ADVANTAGES, **options)
-        assert metrics["kl"] == pytest.approx(expected)
-        corrected = compute_grpo_loss(
-            leaf + 0.1, OLD, ADVANTAGES, bias_correction_kl=True, **options
-        )
-        assert corrected[1]["kl"] == pytest.approx(expected * math.exp(0.1))
 
 
 def test_loss_kl_that_is_known():
@@ -415,32 +330,13 @@ def test_loss_kl_that_is_known():
     assert metrics["kl"] == pytest.approx(0.3) and loss.item() == pytest.approx(0.15)
 
 
-def test_loss_kl_estimates_have_the_right_gradient():
-    theta = torch.tensor([0.4, 0.1, -0.3, 0.2], dtype=torch.float64, requires_grad=True)
-    reference = torch.tensor([0.0, 0.3, 0.1, -0.2], dtype=torch.float64).log_softmax(0)
-    logprobs = theta.log_softmax(0)
-    probs = logprobs.exp().detach()
-
-    def mean_gradient(values):
-        return torch.autograd.grad((probs * values).sum(), theta, retain_graph=True)[0]
-
-    true = mean_gradient(logprobs.exp() / probs * (logprobs - reference))
-    found = {k: mean_gradient(kl_estimate(logprobs, reference, k)) for k in ("k1", "k2", "k3")}
-    assert found["k1"].abs().max() < 1e-12 and torch.allclose(found["k2"], true)
-    assert not torch.allclose(found["k3"], true, atol=0.01)
-    corrected = kl_estimate(logprobs, reference, "k3") * torch.exp(logprobs - logprobs.detach())
-    assert torch.allclose(mean_gradient(corrected), true)
-
-
 @pytest.mark.parametrize(
     "changes, message",
     [
         ({"old_logprobs": OLD[:, :1]}, "old_logprobs (6, 1)"),
         ({"mask": torch.ones(6)}, "mask (6,)"),
         ({"ref_logprobs": OLD[:5]}, "ref_logprobs (5, 5)"),
-        ({"kl": OLD[:2]}, "kl (2, 5)"),
         ({"advantages": ADVANTAGES[:, None]}, "got (6, 5) and (6, 1)"),
-        ({"advantages": ADVANTAGES[:5]}, "got (6, 5) and (5,)"),
         ({"advantages": OLD, "importance_sampling_level": "sequence"}, "one advantage per sample"),
         ({"new_logprobs": OLD[None], "old_logprobs": OLD[None]}, "got (1, 6, 5)"),
         ({"loss_type": "ppo"}, "want one of grpo bnpo"),
@@ -452,13 +348,6 @@ def test_loss_kl_estimates_have_the_right_gradient():
 def test_loss_refusals(changes, message):
     inputs = {"new_logprobs": OLD, "old_logprobs": OLD, "advantages": ADVANTAGES}
     assert message in refusal(compute_grpo_loss, **{**inputs, **changes})
-
-
-def test_loss_with_one_decision_takes_both_shapes_at_sequence_level():
-    columns = NEW[:, :1], OLD[:, :1]
-    options = {"importance_sampling_level": "sequence"}
-    per_sample, _ = compute_grpo_loss(*columns, ADVANTAGES, **options)
-    assert torch.equal(per_sample, compute_grpo_loss(*columns, ADVANTAGES[:, None], **options)[0])
 
 
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
@@ -482,40 +371,34 @@ def test_loss_metrics_of_chunks_combine_to_those_of_the_whole(as_tensors):
     assert {name: float(value) for name, value in combined.items()} == pytest.approx(whole)
 
 
-def learn(loss_type, steps=25, updates=6, **options):
-    "A policy of three decisions; the first alone decides the reward -> [steps, 2] log."
+def learn(loss_type, **options):
+    "A policy of three decisions; the first alone decides the reward -> (mean rewards, ratio std)."
     generator, rewards = seeded(0), torch.tensor([0.1, 0.3, 0.3, 0.9])
     logits = torch.zeros(3, 4, requires_grad=True)
     optimizer = torch.optim.Adam([logits], lr=0.1)
-
-    def score(tokens):
-        return logits.log_softmax(1)[torch.arange(3), tokens]
-
-    log = []
-    for _ in range(steps):
+    log, spreads = [], []
+    for _ in range(25):
         probs = logits.detach().softmax(1)
         tokens = torch.multinomial(probs, 16, True, generator=generator).T
-        reward, old = rewards[tokens[:, 0]], score(tokens).detach()
-        advantages = compute_advantages(reward, 16)
-        for _ in range(updates):
-            loss, metrics = compute_grpo_loss(
-                score(tokens), old, advantages, loss_type=loss_type, **options
-            )
+        old, index = None, (torch.arange(3), tokens)
+        advantages = compute_advantages(rewards[tokens[:, 0]], 16)
+        for _ in range(6):
+            new = logits.log_softmax(1)[index]
+            old = new.detach() if old is None else old
+            loss, metrics = compute_grpo_loss(new, old, advantages, loss_type=loss_type, **options)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-        log.append([reward.mean().item(), metrics["ratio_std"]])
-    return torch.tensor(log)
+        log.append(rewards[tokens[:, 0]].mean())
+        spreads.append(metrics["ratio_std"])
+    return torch.stack(log), max(spreads)
 
 
-def test_loss_learns():
-    runs = {clip: learn("grpo", clip_range=clip) for clip in (0.05, 0.2, 100)}
-    others = [learn("cispo", clip_range_high=5.0), learn("sapo")]
-    for log in [*runs.values(), *others]:
-        assert log[0, 0] < 0.55 and log[-5:, 0].mean() > 0.8
-    largest = [log[:, 1].max() for log in runs.values()]
-    assert largest[0] < largest[1] < largest[2]
-    assert torch.equal(learn("dapo")[:, 0], runs[0.2][:, 0])  # all samples have three decisions
+def test_loss_learns_and_a_wider_clip_moves_further():
+    runs = [learn("grpo", clip_range=clip) for clip in (0.05, 0.2, 100)]
+    for log, _ in [*runs, learn("cispo", clip_range_high=5.0), learn("sapo")]:
+        assert log[0] < 0.55 and log[-5:].mean() > 0.8
+    assert runs[0][1] < runs[1][1] < runs[2][1]
 
 
 # The denoising step
@@ -535,17 +418,6 @@ def test_sde_log_prob_is_the_gaussian_density(sde_type):
         assert torch.allclose(log_prob, exact, atol=1e-5)
         noise = torch.randn(X.shape, generator=seeded(i))
         assert torch.equal(sde_step(V, X, S, i, sde_type=sde_type, noise=noise)[0], prev)
-
-
-@pytest.mark.parametrize("sde_type", SDE_TYPES)
-def test_sde_noise_level_0_is_the_euler_step(sde_type):
-    for i in range(10):
-        assert step_coefficients(S, i, 0, sde_type) == (0, 1, S[i + 1] - S[i])
-        step = sde_step(V, X, S, i, noise_level=0, sde_type=sde_type)
-        assert torch.equal(step[0], X + (S[i + 1] - S[i]) * V) and step[3] == 0
-        assert not step[1].any()
-    last = sde_step(V, X, S, 9, noise_level=0.7, sde_type="cps")
-    assert torch.equal(last[0], X + (S[10] - S[9]) * V) and last[3] == 0
 
 
 @pytest.mark.parametrize("sde_type", SDE_TYPES)
@@ -626,9 +498,7 @@ def test_sde_decision_steps():
 
 def test_sde_window():
     nine = list(range(9))
-    assert choose_window(nine, 3, "first") == [0, 1, 2] and choose_window(
-        [0, 2, 4], 2, "first"
-    ) == [0, 2]
+    assert choose_window([0, 2, 4], 2, "first") == [0, 2]
     slid = [choose_window(nine, 3, "sliding", step=step)[0] for step in range(9)]
     assert slid == [0, 1, 2, 3, 4, 5, 6, 0, 1]
     assert choose_window(nine) == nine == choose_window(nine, 20, key="x")
@@ -674,17 +544,13 @@ def test_sde_distance_to_the_reference():
         ({"sample": X[:2]}, "sample of shape"),
         ({"noise": EPS[:, :2]}, "noise of shape"),
         ({"index": 10}, "steps 0 to 9"),
-        ({"index": -1}, "steps 0 to 9"),
         ({"noise_level": -0.1}, "0 or more"),
-        ({"noise_level": NAN}, "0 or more"),
         ({"noise_level": 1.1, "sde_type": "cps"}, "at most 1"),
         ({"sde_type": "ode"}, "sde, dance, cps"),
         ({"prev_sample": X}, "leave out noise"),
-        ({"prev_sample": X, "noise": None, "generator": seeded(0)}, "leave out noise"),
         ({"prev_sample": X[:1], "noise": None}, "prev_sample of shape"),
         ({"noise": None}, "noise or a generator"),
         ({"sigmas": [0.5, 0.7]}, "must fall"),
-        ({"sigmas": [0.5]}, "must fall"),
         ({"velocity": V[0, 0, 0], "sample": X[0, 0, 0]}, "a batch"),
     ],
 )

@@ -1,12 +1,11 @@
 """The dry run's memory at the sizes of the published model, against simulated training steps."""
 
 import pytest
-import torch
 from helpers import ROOT, read_json
 
 from glm_grpo.model.sizes import published_layout
 from glm_grpo.run.command_line import parse_args
-from glm_grpo.run.memory import estimate_memory
+from glm_grpo.run.plan import Step, estimate_memory
 
 SIMULATED = read_json(ROOT / "tests/memory_at_real_size.json")
 
@@ -27,7 +26,7 @@ def test_the_estimate_is_within_a_tenth_of_the_simulated_step(run, published, mo
     for name, value in run["changes"].items():
         words += [f"--{name}", str(value)]
     prompt_tokens = SIMULATED["prompt_tokens"]
-    found = estimate_memory(parse_args(words), published, prompt_tokens, torch.bfloat16)
+    found = estimate_memory(Step(parse_args(words), published, prompt_tokens))
     for phase in ("sampling", "update"):
         simulated = run[f"{phase}_with_optimizer"]
         assert found[f"{phase}_peak"] == pytest.approx(simulated, rel=0.1), phase

@@ -70,22 +70,19 @@ def test_wheel_trains_in_an_empty_folder(wheel, tmp_path):
 
 def test_checkout_uses_its_own_data(tmp_path, monkeypatch):
     "An editable install, too: nothing is copied into the package."
-    from glm_grpo.data.files import bundled, package_data
+    from glm_grpo.data.basics import bundled
 
     monkeypatch.chdir(tmp_path)
     assert not (ROOT / "glm_grpo" / "_data").exists()
-    assert package_data() == ROOT / "data"
     assert bundled("data/drawings") == ROOT / "data" / "drawings"
 
 
 def test_package_without_data_says_what_is_missing(tmp_path, monkeypatch):
-    from glm_grpo.data import files
-    from glm_grpo.data.basics import refusal
-    from glm_grpo.data.rows import read_prompts
+    from glm_grpo.data import basics
+    from glm_grpo.data.prompts import read_rows
 
     (tmp_path / "glm_grpo").mkdir()
     (tmp_path / "data").mkdir()  # somebody else's folder beside installed packages
-    monkeypatch.setattr(files.importlib.resources, "files", lambda _: tmp_path / "glm_grpo")
+    monkeypatch.setattr(basics.importlib.resources, "files", lambda _: tmp_path / "glm_grpo")
     monkeypatch.chdir(tmp_path)
-    assert files.package_data() is None
-    assert "prompts.txt: no such file" in refusal(read_prompts, "data/t2i/train/prompts.txt")
+    assert "prompts.txt: no such file" in basics.refusal(read_rows, "data/t2i/train/prompts.txt")

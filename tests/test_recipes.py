@@ -1,5 +1,5 @@
-"""The files in `configs/` for the published model: images and estimated minutes of a training step,
-in the table of 6_run/17_plan, in the README's table and in the comments of the files."""
+"""The files in `configs/` for the published model: memory, images and estimated minutes of a
+training step, in 6_run/17_plan, in the README and in the comments of the files."""
 
 import re
 
@@ -9,8 +9,7 @@ from helpers import ROOT
 from glm_grpo.model.sizes import published_layout
 from glm_grpo.run import plan
 from glm_grpo.run.command_line import parse_args
-from glm_grpo.run.plan import SPEEDS, step_seconds
-from glm_grpo.run.work import count_work
+from glm_grpo.run.plan import GPUS, Step, count_work, estimate_memory, read_machine, step_seconds
 
 REAL = sorted((ROOT / "configs").glob("real_*.yaml"))
 PLAN = (ROOT / "nbs/6_run/17_plan.ipynb").read_text(encoding="utf-8")
@@ -18,27 +17,42 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def row_of(name):
-    "(processes, images, minutes, GPU) of the stored table in 6_run/17_plan."
-    found = re.search(rf"\| (\d+) of [^|]*\| `{name}` \|.*\| (\d+) \| ([\d.]+) \((.*?)\) \|", PLAN)
-    return int(found[1]), int(found[2]), float(found[3]), found[4]
+    "(machine, GB, images, minutes) of the stored table in 6_run/17_plan."
+    row = rf"\| ([^|]*) \| `{name}` \|[^|]*\| ([\d.]+) GB \| (\d+) \| ([\d.]+) \|"
+    found = re.search(row, PLAN)
+    return found[1], float(found[2]), int(found[3]), float(found[4])
+
+
+@pytest.fixture(scope="module")
+def published():
+    return published_layout()
 
 
 @pytest.mark.parametrize("path", REAL, ids=lambda path: path.stem)
-def test_images_and_minutes_of_a_step_are_those_of_the_formula(path):
-    processes, images, minutes, gpu = row_of(path.stem)
-    config = parse_args(["--config", str(path)])
-    seconds = step_seconds(config, published_layout(), SPEEDS[gpu], processes=processes)
-    assert round(sum(seconds.values()) / 60, 1) == minutes
-    assert count_work(config, 1)["pictures"] == images * config.training.max_steps
-    assert f": {images} images per step" in path.read_text(encoding="utf-8")
+def test_numbers_of_a_recipe_are_those_of_the_formulas(path, published):
+    "Each file leaves a tenth of its GPU free; its comments are right within 3 GB."
+    machine, gigabytes, images, minutes = row_of(path.stem)
+    config, comments = parse_args(["--config", str(path)]), path.read_text(encoding="utf-8")
+    assert config.training.machine == machine
+    processes, gpu = read_machine(machine)
+    step = Step(config, published, processes=processes)
+    peak = estimate_memory(step)["peak"]
+    assert peak < 0.9 * GPUS[gpu].memory
+    assert abs(peak / 1e9 - gigabytes) < 0.1
+    said = re.search(r"about (\d+) GB at the peak", comments)
+    assert not said or abs(int(said[1]) - gigabytes) < 3
+    assert round(sum(step_seconds(step, GPUS[gpu]).values()) / 60, 1) == minutes
+    assert count_work(config, 1)["images"] == images * config.training.max_steps
+    assert f": {images} images per step" in comments
+    assert ("GPUs share the prompts" in comments) == (processes > 1)
 
 
 @pytest.mark.parametrize("path", REAL, ids=lambda path: path.stem)
 def test_the_readmes_table_is_that_of_the_dry_run(path):
-    _, images, minutes, gpu = row_of(path.stem)
+    machine, _, images, minutes = row_of(path.stem)
     (row,) = [line for line in README.splitlines() if f"`{path.stem}` (" in line]
     assert f"`{path.stem}` ({images} images, {minutes} min)" in row
-    assert f"({gpu})" in row.split("|")[1]
+    assert f"({machine.split(' x ')[-1]})" in row.split("|")[1]
 
 
 def test_the_readme_names_the_assumptions():

@@ -14,8 +14,9 @@ import pytest
 from PIL import Image
 
 from glm_grpo.run.folder import write_results
-from glm_grpo.run.monitoring import PeriodicEvaluation
-from glm_grpo.run.report import CARDS, write_page
+from glm_grpo.run.config import Config
+from glm_grpo.run.evaluation import PeriodicEvaluation
+from glm_grpo.run.report import CARDS, FIRST, write_page
 from glm_grpo.training.agreement import Agreement, Gap
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
@@ -86,7 +87,8 @@ def write(tmp_path):
 
 def test_hostile_names_become_text(write):
     seen = write(result(0), result(1), title=NASTY, agreement=GOOD)
-    assert seen.count("script") == 1 and seen.texts.count(NASTY) == 2 + 25  # titles, and cards
+    cards = FIRST + CARDS + 1  # the largest gains, the next ones, and the prompt without a gain
+    assert seen.count("script") == 1 and seen.texts.count(NASTY) == 2 + cards  # 2: titles
     assert "<b>" in seen.texts and seen.text.count("alert(") == seen.text.count("alert(1)") * 2
 
 
@@ -134,14 +136,53 @@ def test_a_card_shows_the_seed_that_changed(write):
     assert "before 0.25" in texts and "after 0.75" in texts and "<b> 0.2 → 0.2" in texts
 
 
-def test_long_lists_are_cut(write):
-    seen = write(result(0), result(1))
-    assert seen.count("article") == CARDS + 1 and f"the first {CARDS} of 39" in seen.text
+def test_a_card_without_a_gain_shows_the_seed_that_moved(write):
+    grey = [[Image.new("RGB", (4, 4)), Image.new("RGB", (4, 4), "white")]]
+    one = result(0, prompts=1, rewards=[[0.5, 0.25]], images=grey, sources=None, values={})
+    two = one | {"rewards": [[0.25, 0.5]]}
+    assert "above: seed 1" in write(one, two).text
+    three = [one | {"rewards": [[0.5, 0, 1]], "images": [grey[0] * 2]} for _ in range(2)]
+    three[1] = three[1] | {"rewards": [[0.5, 1, 0]]}
+    assert "above: seed 2" in write(*three).text
+
+
+def test_the_largest_changes_stand_first_and_long_lists_are_cut(write):
+    before, after = result(0), result(1)
+    after["rewards"][7] = [-3.0]
+    for one in (before, after):
+        one["prompts"] = [f"prompt {i}" for i in range(40)]
+    seen = write(before, after)
+    prompts = [text for text in seen.texts if text.startswith("prompt ")]
+    assert prompts[:6] == [f"prompt {i}" for i in (7, 39, 38, 37, 36, 35)]
+    assert prompts[-1] == "prompt 0" and seen.count("article") == FIRST + CARDS + 1
+    assert f"the first {CARDS} of 35" in seen.text
 
 
 def test_large_images_are_shrunk(write):
     seen = write(result(0, prompts=1, side=1024), result(1, prompts=1, side=1024))
-    assert seen.count("img") == 3 and 100_000 < len(seen.text) < 3 * 200_000
+    assert seen.count("img") == 3 and 100_000 < len(seen.text) < 3 * 250_000
+
+
+def test_an_interrupted_run_has_a_page(write):
+    "With the numbers of the newest evaluation, or with those from before alone."
+    history = [result(0) | {"step": 0}, result(1) | {"step": 8}]
+    seen = write(history[0], None, history=history, lines=lines_of(9), facts={"model": NASTY})
+    assert "interrupted" in seen.text and "after step 8" in seen.text and NASTY in seen.texts
+    assert seen.count("input") == 0 and "0.500 → 0.988" in seen.text and seen.count("table") == 1
+    seen = write(history[0], None, history=history[:1])
+    assert "interrupted" in seen.text and seen.count("table") == 0
+    assert seen.count("img") == 2 * (FIRST + CARDS)  # each with its source
+
+
+def test_numbers_have_the_digits_of_their_error_and_equal_ones_share_a_row(write):
+    "The reward is its only metric; its standard error over 40 prompts is 0.046."
+    one, two = result(0), result(1)
+    for each in (one, two):
+        each["metrics"] = {"scene": each["reward_mean"]}
+        each["values"] = {"scene": each["rewards"]}
+    seen = write(one, two, trained=["scene"])
+    assert "reward = scene (trained)" in seen.text and seen.count("tr") == 2
+    assert "0.500" in seen.text and "± 0.046" in seen.text and "0.4875" not in seen.text
 
 
 def test_the_agreement_card(write):
@@ -167,20 +208,12 @@ def test_values_that_are_missing(write):
     assert texts.count("<b> 0.5 → 0.5") == 1 and "<b> –" not in texts and " nan" not in texts
 
 
-def test_the_plot_of_the_evaluations_is_there_for_both_themes(write):
-    history = [result(shift) | {"step": i} for i, shift in enumerate((0, 0.5, 1))]
-    seen = write(history[0], history[-1], history=history)
-    (dark,) = [attributes for tag, attributes in seen.tags if tag == "source"]
-    (light,) = [at for tag, at in seen.tags if at.get("class") == "curve"]
-    assert dark["media"] == "(prefers-color-scheme: dark)" and dark["srcset"] != light["src"]
-    assert write(history[0], history[-1]).count("source") == 0
-
-
 def test_many_metrics_of_a_card_are_folded_up(write):
     values = {name: [[0.5]] * 40 for name in "abcd"}
     one = result(0, metrics=dict.fromkeys("abcd", 0.5), values=values)
     assert (
-        write(one, one).count("details") == CARDS and write(result(0), result(0)).count("br") == 0
+        write(one, one).count("details") == FIRST + CARDS
+        and write(result(0), result(0)).count("br") == 0
     )
 
 
@@ -193,12 +226,11 @@ def lines_of(steps):
     return made
 
 
-@pytest.mark.parametrize("steps, curves", [(0, 0), (1, 0), (5, 1)])
-def test_the_curves_of_the_steps_are_there_for_both_themes(write, steps, curves):
-    seen = write(result(0), result(1), lines=lines_of(steps))
-    light = [at["src"] for _, at in seen.tags if at.get("class") == "curve"]
-    dark = [attributes["srcset"] for tag, attributes in seen.tags if tag == "source"]
-    assert len(light) == len(dark) == curves and set(light).isdisjoint(dark)
+@pytest.mark.parametrize("steps, evaluations, curves", [(1, 2, 0), (5, 2, 1), (5, 3, 2)])
+def test_the_curves_of_the_steps_and_of_the_evaluations(write, steps, evaluations, curves):
+    history = [result(shift / 2) | {"step": shift} for shift in range(evaluations)]
+    seen = write(history[0], history[-1], lines=lines_of(steps), history=history)
+    assert sum(at.get("class") == "curve" for _, at in seen.tags) == curves
     assert ("curves" in [attributes.get("id") for _, attributes in seen.tags]) is bool(curves)
 
 
@@ -208,11 +240,12 @@ def test_a_run_writes_its_steps_and_its_agreement_into_the_page(tmp_path):
     watch = PeriodicEvaluation(tmp_path / "eval_history.jsonl", None)
     watch.agreement = BAD
     before, after = result(0, prompts=1), result(1, prompts=1)
-    write_results(tmp_path, before, after, watch)
+    write_results(tmp_path, before, after, watch, Config())
     seen = Reader(tmp_path / "page.html")
-    assert seen.count("picture") == 1 and "Sampling and scoring disagree" in seen.texts
-    write_results(tmp_path, before, after)  # without evaluations in between
-    assert "Agreement of" not in Reader(tmp_path / "page.html").text
+    assert "Sampling and scoring disagree" in seen.texts and "steps" in seen.texts
+    assert "5 of 28, 0.0 minutes" in seen.texts and "data/tiny-glm-image" in seen.text
+    write_results(tmp_path, before, None)  # interrupted, without evaluations in between
+    assert "interrupted" in Reader(tmp_path / "page.html").text
 
 
 @pytest.mark.skipif(not CHROMIUM, reason="no chromium")

@@ -5,8 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from glm_grpo.run.alarms import reward_hacking_alarm
-from glm_grpo.run.comparison import compare_evaluations
+from glm_grpo.run.alarms import compare_evaluations, reward_hacking_alarm
 
 
 def column(values):

@@ -109,7 +109,8 @@ def test_a_signal_while_results_are_written(folder, capsys, monkeypatch):
     run = folder / "run"
     monkeypatch.setattr(program.Run, "finish", interrupted_by(signal.SIGTERM, program.Run.finish))
     words = small(folder, "--num_steps", 1, "--training.trackers", "null", "--output_dir", run)
-    assert main(*words) == 143
+    assert main(*words, "--training.eval_samples", 1) == 143
     last = capsys.readouterr().out.strip().splitlines()[-1]
     assert "training was done; evaluate it with: python -m glm_grpo.evaluate" in last
     assert (run / "reward_curve.png").is_file() and os.listdir(run / "checkpoints")
+    assert "1 of 1" in (run / "page.html").read_text(encoding="utf-8")

@@ -539,7 +539,7 @@ def test_each_part_of_a_checkpoint_is_needed(straight, five, what):
     if what == "AdamW's state":
         trainer.optimizer.adamw.state.clear()
     if what == "the place in the data":
-        trainer.train_dataloader.sampler.batches = 0
+        trainer.train_dataloader.batches = 0
     if what == "the step":
         trainer.step = 0
     trainer.train(5)

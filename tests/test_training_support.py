@@ -15,8 +15,7 @@ import pytest
 import torch
 from PIL import Image
 
-from glm_grpo.data.basics import UserError, refusal
-from glm_grpo.data.files import atomic_dir
+from glm_grpo.data.basics import UserError, atomic_dir, refusal
 from glm_grpo.data.loader import make_dataloader
 from glm_grpo.data.rollout import Policy, Rollout, Samples
 from glm_grpo.maths.noise import named_uniforms

@@ -13,8 +13,8 @@ import re
 import torch
 from torch import Tensor
 
-from glm_grpo.data.files import atomic_write
-from glm_grpo.data.rows import read_lines
+from glm_grpo.data.basics import atomic_write
+from glm_grpo.data.prompts import read_lines
 from glm_grpo.data.rollout import SampleNames, request_names
 from glm_grpo.maths.advantages import compute_advantages
 from glm_grpo.model.wrapper import GLMImageWrapper

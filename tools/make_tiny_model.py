@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from glm_grpo.data import scenes
-from glm_grpo.data.files import atomic_dir
+from glm_grpo.data.basics import atomic_dir
 from glm_grpo.data.images import pil_to_tensor
 from glm_grpo.data.scenes import EDITS, GROUNDS, PLACES, SIDE, SIGN, Drawings, Edit, Scene
 from glm_grpo.model import tiny_model

@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 
 import glm_grpo
-from ..data.files import atomic_write
+from ..data.basics import atomic_write
 
 # %% ../../nbs/7_bench/01_clock.ipynb #n008
 def wait_for(

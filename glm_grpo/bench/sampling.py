@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .clock import clock, own_random_numbers
 from ..data.basics import UserError
-from ..data.rows import read_lines
+from ..data.prompts import read_lines
 from ..maths.noise import named_uniforms
 from ..model.sampling import sample_tokens
 from ..model.tokens import prepare_prompts

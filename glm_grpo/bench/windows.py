@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .clock import choose_timer, circumstances, seconds_of, table_row
-from ..data.rows import read_lines
+from ..data.prompts import read_lines
 from ..model.loading import pick_device
 from ..model.wrapper import GLMImageWrapper
 from ..rewards.perception import image_statistics

@@ -16,9 +16,9 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
+
 import torch
 from torch import Tensor
-from .basics import patch_to
 from .images import images_html, tensor_to_pil
 from .options import at_least, option
 
@@ -36,19 +36,18 @@ def take_rows(
     changes = {}
     for f in dataclasses.fields(record):
         value = getattr(record, f.name)
-        if f.metadata.get("per_row") and value is not None:
-            changes[f.name] = _rows_of(value, rows)
+        if not f.metadata.get("per_row") or value is None:
+            continue
+        if dataclasses.is_dataclass(value):
+            value = take_rows(value, rows)
+        elif isinstance(rows, slice):
+            value = value[rows]
+        elif isinstance(value, Tensor):
+            value = value[torch.tensor(rows, dtype=torch.long, device=value.device)]
+        else:
+            value = [value[i] for i in rows]
+        changes[f.name] = value
     return replace(record, **changes)
-
-
-def _rows_of(value, rows):
-    if dataclasses.is_dataclass(value):
-        return take_rows(value, rows)
-    if isinstance(rows, slice):
-        return value[rows]
-    if isinstance(value, Tensor):
-        return value[torch.tensor(rows, dtype=torch.long, device=value.device)]
-    return [value[i] for i in rows]
 
 # %% ../../nbs/2_data/07_rollout.ipynb #n008
 @dataclass(frozen=True)
@@ -94,10 +93,19 @@ class Rollout:
         raise KeyError(name)
 
     def __contains__(self, name: str) -> bool:
-        try:
-            return self[name] is not None
-        except KeyError:
-            return False
+        parts = (self, self.tokens, self.denoising)
+        return any(getattr(part, name, None) is not None for part in parts)
+
+    def keys(self) -> list[str]:
+        "The names that `rollout[name]` answers and that are not None."
+        names = ["images", "log_probs"]
+        for part in (self, self.tokens, self.denoising):
+            if dataclasses.is_dataclass(part):
+                names += [f.name for f in dataclasses.fields(part)]
+        return [name for name in names if name in self]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.keys())
 
     def __repr__(self):
         different = len(set(self.prompts))
@@ -113,14 +121,12 @@ class Rollout:
             told.append(f"mean log-prob of a token {self.token_logprobs.mean().item():.3f}")
         return f"Rollout({', '.join(told)})"
 
-# %% ../../nbs/2_data/07_rollout.ipynb #c9d4714
-@patch_to(Rollout)
-def _repr_html_(self):
-    if self.image_tensors is None:
-        return None
-    images = tensor_to_pil(self.image_tensors[:16])
-    captions = [textwrap.shorten(prompt, 40) for prompt in self.prompts[:16]]
-    return f"<div>{html.escape(repr(self))}</div>{images_html(images, captions)}"
+    def _repr_html_(self):
+        if self.image_tensors is None:
+            return None
+        images = tensor_to_pil(self.image_tensors[:16])
+        captions = [textwrap.shorten(prompt, 40) for prompt in self.prompts[:16]]
+        return f"<div>{html.escape(repr(self))}</div>{images_html(images, captions)}"
 
 # %% ../../nbs/2_data/07_rollout.ipynb #n014
 @dataclass(frozen=True)
@@ -148,12 +154,11 @@ class Samples:
         return replace(self, advantages=advantages, counted=counted)
 
     def __repr__(self):
-        size = f"{len(self)} samples"
-        if self.old_logprobs is not None:
-            size = " x ".join(map(str, self.old_logprobs.shape)) + " decisions"
-        groups = f"groups of {self.group_size}"
         judged = "without" if self.advantages is None else "with"
-        return f"Samples({size}, {groups}, {judged} advantages; of {self.rollout!r})"
+        return (
+            f"Samples({len(self)} samples, groups of {self.group_size}, {judged} advantages; "
+            f"of {self.rollout!r})"
+        )
 
 # %% ../../nbs/2_data/07_rollout.ipynb #n017
 class Policy:
@@ -209,12 +214,11 @@ def request_names(
     "The request of each row. Rows with equal requests are one group."
     if not images:
         return list(prompts)
-    return [f"{prompt}|{_digest(row)}" for prompt, row in zip(prompts, images)]
-
-
-def _digest(images):
-    data = b"".join(str(p.size).encode() + p.convert("RGB").tobytes() for p in images)
-    return hashlib.sha256(data).hexdigest()[:16]
+    names = []
+    for prompt, row in zip(prompts, images):
+        data = b"".join(str(p.size).encode() + p.convert("RGB").tobytes() for p in row)
+        names.append(f"{prompt}|{hashlib.sha256(data).hexdigest()[:16]}")
+    return names
 
 # %% ../../nbs/2_data/07_rollout.ipynb #n025
 @dataclass(frozen=True)

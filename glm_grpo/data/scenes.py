@@ -19,8 +19,7 @@ import numpy as np
 from matplotlib import get_data_path
 from PIL import Image, ImageDraw, ImageFont
 
-from .basics import UserError
-from .files import bundled
+from .basics import UserError, bundled
 
 # %% ../../nbs/2_data/08_scenes.ipynb #n006
 class Drawings:
@@ -30,14 +29,13 @@ class Drawings:
         self,
         folder: str | Path = "data/drawings",  # holds drawings.png and drawings.json
     ):
-        "UserError: a file of the folder is missing."
+        "UserError: it is no such folder."
         folder = bundled(folder)
-        for name in ("drawings.json", "drawings.png"):
-            if not (folder / name).is_file():
-                raise UserError(
-                    f"{folder / name} is missing. Use the repository's data/drawings, or make the "
-                    "folder with tools/make_drawings.py."
-                )
+        if not (folder / "drawings.json").is_file():
+            raise UserError(
+                f"{folder}: no drawings.json. Use the repository's data/drawings, or make the "
+                "folder with tools/make_drawings.py."
+            )
         info = json.loads((folder / "drawings.json").read_text(encoding="utf-8"))
         self.objects = info["objects"]
         self.hands = info["hands"]

@@ -16,8 +16,7 @@ from pathlib import Path
 
 import torch
 
-from ..data.basics import UserError
-from ..data.files import bundled
+from ..data.basics import UserError, bundled
 
 # %% ../../nbs/3_model/08_loading.ipynb #n008
 _AGAIN = "Download the model again; data/tiny-glm-image comes with the repository."

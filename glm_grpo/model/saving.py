@@ -11,8 +11,7 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from ..data.basics import UserError
-from ..data.files import atomic_dir
+from ..data.basics import UserError, atomic_dir
 from .adapters import LORA_PLACES, check_finite_weights, half_folders, read_adapter
 from .loading import quiet
 from .memory import cut_like

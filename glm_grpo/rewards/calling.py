@@ -23,8 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..data.basics import UserError
-from ..data.files import atomic_write
+from ..data.basics import UserError, atomic_write
 from ..data.images import tensor_to_pil
 
 # %% ../../nbs/4_rewards/01_calling.ipynb #c006

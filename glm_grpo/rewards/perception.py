@@ -16,8 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..data.basics import UserError
-from ..data.files import bundled
+from ..data.basics import UserError, bundled
 from ..data.images import tensor_to_pil
 from .calling import check_targets
 

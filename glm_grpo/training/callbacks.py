@@ -18,9 +18,8 @@ from typing import IO
 import numpy as np
 from PIL import Image
 
-from ..data.basics import UserError
-from ..data.files import atomic_write
-from ..data.records import text_lines
+from ..data.basics import UserError, atomic_write
+from ..data.prompts import read_text
 from .checkpoint_folder import CheckpointFolder
 from .experience import Experience
 from .figures import gap_figure, png_bytes, sample_grid, save_figure
@@ -108,7 +107,7 @@ class JsonlLogger(Callback):
         "Remove lines after the trainer's step, and half-written ones."
         keep = []
         if self.path.exists():
-            lines = text_lines(self.path)
+            lines = read_text(self.path).splitlines()
             keep = [line for line in lines if _step_of(line) <= trainer.step]
         with atomic_write(self.path) as f:
             f.writelines(line + "\n" for line in keep)

@@ -11,8 +11,7 @@ import os
 import shutil
 from pathlib import Path
 
-from ..data.basics import UserError
-from ..data.files import atomic_dir
+from ..data.basics import UserError, atomic_dir
 
 
 def not_whole(path: Path, error: Exception) -> UserError:

@@ -16,8 +16,7 @@ from typing import Any
 
 import torch
 
-from ..data.basics import UserError
-from ..data.files import atomic_dir
+from ..data.basics import UserError, atomic_dir
 from .checkpoint_memory import Memory, check_memory, read_memory
 from ..data.rollout import RolloutOptions
 from glm_grpo.training.options import (

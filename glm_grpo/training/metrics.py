@@ -18,8 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..data.basics import UserError
-from ..data.files import atomic_dir
+from ..data.basics import UserError, atomic_dir
 from ..data.images import tensor_to_pil
 from ..data.rollout import Rollout
 
