@@ -24,7 +24,7 @@ _HOMES = {
     "make_dataloader": "data.loader",
     "GLMImageWrapper": "model.wrapper",
     "simple_reward_function": "rewards.calling",
-    "edit_reward": "rewards.edits",
+    "edit_reward": "rewards.scene_checks",
     "sign_reward": "rewards.signs",
     "MinimalGRPOTrainer": "training.trainer",
 }
@@ -40,7 +40,7 @@ if TYPE_CHECKING:  # the same names for editors and type checkers, which run no 
     from .maths.sde import sde_step
     from .model.wrapper import GLMImageWrapper
     from .rewards.calling import simple_reward_function
-    from .rewards.edits import edit_reward
+    from .rewards.scene_checks import edit_reward
     from .rewards.signs import sign_reward
     from .training.trainer import MinimalGRPOTrainer
 

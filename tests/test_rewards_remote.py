@@ -12,7 +12,6 @@ import torch
 from PIL import Image
 
 from glm_grpo.data.basics import refusal
-from glm_grpo.data.images import pil_to_tensor
 from glm_grpo.rewards import remote
 from glm_grpo.rewards.calling import call_reward
 from glm_grpo.rewards.remote import MAX_ANSWER, RemoteError, RemoteReward, serve
@@ -99,27 +98,17 @@ SLOW = {
 CASES = {  # name -> act, requests that the client makes, text of its error (None: it succeeds)
     **{name: (act, 3, "timeout") for name, act in SLOW.items()},
     "500 once": (say(NO_MEMORY, GOOD), 2, None),
-    "429 once": (say(answer({}, 429), GOOD), 2, None),
-    "408 once": (say(answer({}, 408), GOOD), 2, None),
     "always 500": (say(NO_MEMORY), 3, "CUDA out of memory"),
     "dies in the middle": (say(answer(b'{"scores": [0', length=500)), 3, "(asked 3 times)"),
-    "dies before": (say(b""), 3, "(asked 3 times)"),
     "no HTTP": (say(b"\x1b[2J\r\n\r\n"), 3, "(asked 3 times)"),
     "an HTML page": (say(answer(b"<html>Welcome!</html>")), 1, "Welcome!"),
-    "a list": (say(answer([1, 2])), 1, "[1, 2]"),
     "deeply nested": (say(answer(b"[" * 100_000)), 1, "[["),
-    "no scores": (say(answer({})), 1, "2 images"),
     "three for two": (say(answer({"scores": [1, 2, 3]})), 1, "2 images"),
-    "a word": (say(answer({"scores": [1, "good"]})), 1, "good"),
     "true": (say(answer({"scores": [1, True]})), 1, "True"),
     "NaN": (say(answer(b'{"scores": [1, NaN]}')), 1, "nan"),
-    "infinity": (say(answer(b'{"scores": [1, 1e400]}')), 1, "inf"),
     "a large number": (say(answer({"scores": [1, 10**400]})), 1, "1000"),
     "endless": (say(answer(b'{"scores": [1, 2]}' + b" " * 2 * MAX_ANSWER)), 1, "too long"),
-    "400": (say(answer({"error": "no letters"}, 400)), 1, "no letters"),
     "401": (say(answer({"error": "no"}, 401)), 1, "GLM_GRPO_TOKEN"),
-    "404": (say(answer({"error": "not here"}, 404)), 1, "address"),
-    "413": (say(answer({"error": "large"}, 413)), 1, "batch_size"),
     "a redirect": (say(answer(b"", 302, more=b"Location: /elsewhere\r\n")), 1, "302"),
 }
 
@@ -167,9 +156,7 @@ def test_what_a_server_says_is_printable_and_has_no_token(status, monkeypatch):
     [
         {"hello": "\x1b[2J"},
         {"name": "x", "version": 2, "wants": []},
-        {"name": "x", "version": 1},
         {"name": "x", "version": 1, "wants": ["weather"]},
-        {"name": "x", "version": 1, "wants": [["images"]]},
     ],
 )
 def test_strange_health(health):
@@ -177,12 +164,6 @@ def test_strange_health(health):
     with BrokenServer(health=health) as server:
         message = refusal(RemoteReward, server.url)
         assert f"{server.url}/health" in message and message.isprintable()
-
-
-def test_another_address():
-    "A path that is not the server's is refused when the reward is made."
-    with serve(redness) as server:
-        assert "status 404" in refusal(RemoteReward, server.url + "/deep")
 
 
 def test_a_dead_server_is_asked_three_times():
@@ -248,29 +229,7 @@ def test_all_inputs_of_a_reward_arrive():
     assert np.array_equal(heard["sources"][0][1], grey)
 
 
-def test_each_request_has_its_own_rows():
-    "With a batch of 4, the last of two requests has the rows 4 and 5 of everything."
-    red, grey = Image.new("RGB", (8, 8), "red"), Image.new("RGB", (8, 8), "grey")
-    sources = [[red]] * 4 + [grey, [red, grey]]
-    metadata = [{"n": n} for n in range(6)]
-    with serve(nosy) as server:
-        client = RemoteReward(server.url, batch_size=4, parallel=1)
-        client(IMAGES[:6], PROMPTS[:6], IMAGES[6:], sources, metadata)
-    assert HEARD["prompts"] == PROMPTS[4:6] and HEARD["metadata"] == metadata[4:]
-    assert torch.equal(HEARD["targets"], IMAGES[10:])
-    assert [len(own) for own in HEARD["sources"]] == [1, 2]
-    assert np.array_equal(HEARD["sources"][0][0], grey)
-
-
-def test_sources_may_be_one_tensor():
-    "One source for each image."
-    with serve(nosy) as server:
-        RemoteReward(server.url)(IMAGES[:2], PROMPTS[:2], sources=IMAGES[6:8])
-    assert HEARD["targets"] is None and HEARD["metadata"] is None
-    assert torch.equal(pil_to_tensor(HEARD["sources"][1]), IMAGES[7:8])
-
-
-@pytest.mark.parametrize("value", [time, float("nan"), {1}])
+@pytest.mark.parametrize("value", [time, float("nan")])
 def test_metadata_that_json_cannot_hold(value):
     with serve(nosy) as server:
         client = RemoteReward(server.url)
@@ -278,26 +237,17 @@ def test_metadata_that_json_cannot_hold(value):
     assert "metadata" in message
 
 
-THIS_MACHINE = ["http://localhost:1", "http://127.0.0.1:1", "http://127.1.2.3", "http://[::1]:1"]
-
-
-@pytest.mark.parametrize("url", [*THIS_MACHINE, "https://far.example"])
-def test_a_token_over_https_or_on_this_machine_needs_no_warning(monkeypatch, recwarn, url):
-    monkeypatch.setenv("GLM_GRPO_TOKEN", TOKEN)
+def test_a_token_over_http_to_another_machine_is_warned_of(monkeypatch, recwarn):
     monkeypatch.setattr(RemoteReward, "ask", lambda *arguments: HEALTH)
-    RemoteReward(url)
-    assert not recwarn
-
-
-@pytest.mark.parametrize("host", ["far.example:8000", "10.0.0.2", "localhost.far.example"])
-def test_a_token_over_http_to_another_machine_is_warned_of(monkeypatch, recwarn, host):
-    monkeypatch.setattr(RemoteReward, "ask", lambda *arguments: HEALTH)
-    RemoteReward(f"http://{host}")  # without a token
-    assert not recwarn
+    RemoteReward("http://far.example:8000")  # without a token
     monkeypatch.setenv("GLM_GRPO_TOKEN", TOKEN)
-    RemoteReward(f"http://{host}")
-    (warning,) = recwarn
-    assert f"http://{host}" in str(warning.message) and TOKEN not in str(warning.message)
+    for url in ("http://localhost:1", "http://127.1.2.3", "http://[::1]:1", "https://far.example"):
+        RemoteReward(url)
+    assert not recwarn
+    for host in ("far.example:8000", "10.0.0.2", "localhost.far.example"):
+        RemoteReward(f"http://{host}")
+        warning = str(recwarn.pop().message)
+        assert f"http://{host}" in warning and TOKEN not in warning
 
 
 def connect(server):
@@ -312,6 +262,12 @@ def test_idle_connections_take_no_threads():
         client = RemoteReward(server.url, parallel=1, retries=0)
         assert client(IMAGES, PROMPTS).shape == (12,)
         assert threading.active_count() <= before + 1  # the client's own
+
+
+def test_a_body_that_is_too_large_is_told(monkeypatch):
+    monkeypatch.setattr(remote, "MAX_BYTES", 1000)
+    with serve(redness) as server, pytest.raises(RemoteError, match="413: more than 1000 bytes"):
+        RemoteReward(server.url)(IMAGES, PROMPTS)
 
 
 def test_a_silent_connection_is_closed(monkeypatch):

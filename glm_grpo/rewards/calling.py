@@ -4,15 +4,18 @@
 
 # %% auto #0
 __all__ = ['ARGUMENTS', 'check_targets', 'simple_reward_function', 'RewardError', 'reward_name', 'error_text', 'wanted_arguments',
-           'call_reward', 'where_raised', 'save_failed']
+           'settings_kept', 'random_states', 'call_reward', 'where_raised', 'save_failed']
 
 # %% ../../nbs/4_rewards/01_calling.ipynb #c002
+import contextlib
 import inspect
+import random
 import re
 import reprlib
 import time
+import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +25,6 @@ from torch import Tensor
 
 from ..data.basics import UserError, atomic_write
 from ..data.images import tensor_to_pil
-from .settings import harmful, moved_since, random_states, settings_kept
 
 # %% ../../nbs/4_rewards/01_calling.ipynb #c006
 def check_targets(
@@ -61,15 +63,14 @@ class RewardError(RuntimeError):
 
     def __init__(
         self,
-        message: str,  # names the reward and the prompt
-        reward: str = "",  # its name
+        reward: str,  # its name
+        what: str,  # it did
         prompt: str = "",
-        image: Tensor | None = None,  # [3, H, W] float32 on the CPU
+        image: Tensor | None = None,  # [3, H, W]
     ):
-        super().__init__(message)
-        self.reward = reward
-        self.prompt = prompt
-        self.image = image
+        super().__init__(f"The reward {reward} {what}")
+        self.reward, self.prompt = reward, prompt
+        self.image = None if image is None else image.detach().float().cpu()
 
 
 def reward_name(reward: Callable) -> str:
@@ -95,28 +96,18 @@ ARGUMENTS = ("images", "prompts", "targets", "sources", "metadata")  # inputs of
 def wanted_arguments(
     reward: Callable,
     name: str = "",  # for messages; empty: its own name
-    known: Sequence[str] = ARGUMENTS,  # inputs that exist
-) -> list[str]:  # out of `known`, in that order
+) -> list[str]:  # out of ARGUMENTS, in that order
     "The inputs that a reward's signature asks for. UserError: an input that does not exist."
-    name = name or reward_name(reward)
-    try:
-        parameters = inspect.signature(reward).parameters
-    except (TypeError, ValueError):  # some built-in functions
-        raise UserError(
-            f"The parameters of the reward {name} cannot be read. Wrap it in a Python function."
-        ) from None
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    unknown = []
+    parameters, takes_any = inspect.signature(reward).parameters, False
     for key, p in parameters.items():
-        is_variadic = p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
-        if key not in known and p.default is p.empty and not is_variadic:
-            unknown.append(key)
-    if unknown:
-        raise UserError(
-            f"The reward {name} asks for {', '.join(unknown)}. "
-            f"A reward may ask for: {', '.join(known)}."
-        )
-    return [key for key in known if takes_any or key in parameters]
+        takes_any = takes_any or p.kind is p.VAR_KEYWORD
+        may_be_left_out = p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL) or p.default is not p.empty
+        if key not in ARGUMENTS and not may_be_left_out:
+            raise UserError(
+                f"The reward {name or reward_name(reward)} asks for {key}. "
+                f"A reward may ask for: {', '.join(ARGUMENTS)}."
+            )
+    return [key for key in ARGUMENTS if takes_any or key in parameters]
 
 # %% ../../nbs/4_rewards/01_calling.ipynb #c020
 def _first_failing(reward, arguments, n, seconds=10):
@@ -131,90 +122,70 @@ def _first_failing(reward, arguments, n, seconds=10):
         if time.monotonic() > end:
             return None
 
-# %% ../../nbs/4_rewards/01_calling.ipynb #c023
-def _raised(error, reward, name, arguments, inputs):
-    "The RewardError for a reward that raised `error`."
-    images, prompts = inputs
-    # if a file or a server failed, the cause is not a single image
-    failing = None
-    if not isinstance(error, OSError):
-        failing = _first_failing(reward, arguments, len(images))
-    first = failing or 0
-    place = "first prompt of the batch" if failing is None else f"image {failing}, prompt"
-    what = f"raised {error_text(error)} ({place}: {prompts[first]!r})"
-    return _reward_error(what, name, first, inputs)
-
-
-def _reward_error(what, name, i, inputs):
-    "A RewardError about image i."
-    images, prompts = inputs
-    image = images[i].detach().float().cpu()
-    return RewardError(f"The reward {name} {what}", name, prompts[i], image)
-
 # %% ../../nbs/4_rewards/01_calling.ipynb #cb8d8a7
-def _in_words(result):
-    "A value's type and the beginning of its text, for messages."
-    try:
-        text = reprlib.repr(result)
-    except Exception:  # an integer of 5,000 digits, or a user's own class
-        text = "it cannot be printed"
-    return "None" if result is None else f"a {type(result).__name__} ({text})"
-
-
-def _as_numbers(result):
-    "The result as real numbers. ValueError, TypeError, OverflowError...: it is something else."
-    is_array = isinstance(result, np.ndarray | np.generic)
-    if np.iscomplexobj(result) if is_array else torch.is_tensor(result) and result.is_complex():
-        raise TypeError("complex numbers have no order")
-    return torch.as_tensor(result, dtype=torch.float32).detach().to_dense().cpu()
-
-
-def _checked(result, name, inputs, may_skip):
+def _checked(result, prompts, may_skip, failed):
     "A reward's result as [N] float32 on the CPU. RewardError: no numbers, a wrong shape, NaN..."
-    images, prompts = inputs
-    n = len(images)
+    n = len(prompts)
     must = (
         f"for {n} images; it must return one number per image, a tensor or list of shape [{n}] "
         f"(first prompt of the batch: {prompts[0]!r})."
     )
     try:
-        rewards = _as_numbers(result)
+        rewards = torch.as_tensor(result)
+        if rewards.is_complex():
+            raise TypeError("complex numbers have no order")
+        rewards = rewards.detach().to_dense().float().cpu()
     except Exception as e:
-        what = f"returned {_in_words(result)} {must} {error_text(e)}"
-        raise _reward_error(what, name, 0, inputs) from None
+        try:
+            shown = f"a {type(result).__name__} ({reprlib.repr(result)})"
+        except Exception:  # an integer of 5,000 digits, or a user's own class
+            shown = f"a {type(result).__name__} (it cannot be printed)"
+        shown = "None" if result is None else shown
+        raise failed(f"returned {shown} {must} {error_text(e)}") from None
     if rewards.shape != (n,):
-        raise _reward_error(f"returned the shape {list(rewards.shape)} {must}", name, 0, inputs)
-    wrong = rewards.isinf() if may_skip else ~rewards.isfinite()
-    bad = wrong.nonzero().flatten().tolist()
+        raise failed(f"returned the shape {list(rewards.shape)} {must}")
+    bad = (rewards.isinf() if may_skip else ~rewards.isfinite()).nonzero().flatten().tolist()
     if bad:
         i = bad[0]
-        what = (
+        raise failed(
             f"returned {rewards[i].item()} for image {i}, prompt {prompts[i]!r} "
-            f"({len(bad)} of {n} are not finite)."
+            f"({len(bad)} of {n} are not finite).",
+            i,
         )
-        raise _reward_error(what, name, i, inputs)
     return rewards
 
-# %% ../../nbs/4_rewards/01_calling.ipynb #c5b7aa4
-def _check_traces(calls, moved, name, beside, inputs):
-    "RewardError or a warning for a reward that changed settings of the whole program."
-    if bad := harmful(calls):
-        what = (
-            f"called {' and '.join(bad)}{beside}, which changes the whole program. Convert only "
-            "the reward's own tensors, or use a block such as `with torch.enable_grad():`."
-        )
-        raise _reward_error(what, name, 0, inputs)
-    for call in calls:
-        warnings.warn(
-            f"The reward {name}{beside} called {call}; the setting was restored.", stacklevel=3
-        )
-    if moved:
-        warnings.warn(
-            f"The reward {name}{beside} uses the global random numbers of {', '.join(moved)}. A "
-            "resumed run would get other rewards than an uninterrupted one. Draw from a separate "
-            "generator, such as torch.Generator().manual_seed(0).",
-            stacklevel=3,
-        )
+# %% ../../nbs/4_rewards/01_calling.ipynb #r15f72a
+_SETTINGS = {  # of torch, for the whole program: what changes one -> what reads it
+    torch.set_default_dtype: torch.get_default_dtype,
+    torch.set_grad_enabled: torch.is_grad_enabled,
+    torch.set_num_threads: torch.get_num_threads,
+}
+
+
+@contextlib.contextmanager
+def settings_kept() -> Iterator[list[str]]:
+    "Restores torch's settings after the block; the list then holds the calls that do harm."
+    before = {change: read() for change, read in _SETTINGS.items()}
+    calls = []
+    try:
+        yield calls
+    finally:
+        for change, was in before.items():
+            now = _SETTINGS[change]()
+            if now != was:
+                change(was)
+                calls.append(f"torch.{change.__name__}({now})")
+        calls[:] = [call for call in calls if "threads" not in call]
+
+
+def random_states() -> dict[str, Any]:  # library -> state of its global generator
+    "The states of the global generators of torch (CPU), Python and numpy."
+    _, keys, position, *_ = np.random.get_state()
+    return {
+        "torch": torch.get_rng_state().numpy().tobytes(),
+        "random": random.getstate(),
+        "numpy.random": (keys.tobytes(), position),
+    }
 
 # %% ../../nbs/4_rewards/01_calling.ipynb #c024
 @torch.no_grad()
@@ -228,7 +199,6 @@ def call_reward(
     *,
     name: str | None = None,  # name in messages; None: its own name
     may_skip: bool = False,  # whether NaN is allowed: "nothing to score in this image"
-    beside: tuple[str, ...] = (),  # names of rewards that run at the same time
 ) -> Tensor:  # [N] float32 on the CPU; finite, or NaN if `may_skip`
     """Call a reward with the inputs that its signature asks for, without gradients.
 
@@ -236,33 +206,40 @@ def call_reward(
     changes torch's settings; UserError if it asks for something unknown. A UserError of the reward
     passes through.
     """
-    name = name or reward_name(reward)
-    given = {
-        "images": images,
-        "prompts": prompts,
-        "targets": targets,
-        "sources": sources,
-        "metadata": metadata,
-    }
-    arguments = {key: given[key] for key in wanted_arguments(reward, name)}
-    inputs, others = (images, prompts), f" (or {', '.join(beside)} beside it)" if beside else ""
+    name, given = name or reward_name(reward), (images, prompts, targets, sources, metadata)
+    wanted = wanted_arguments(reward, name)
+    arguments = {key: value for key, value in zip(ARGUMENTS, given) if key in wanted}
+
+    def failed(what, i=0):
+        return RewardError(name, what, prompts[i], images[i])
+
     before = random_states()
     with settings_kept() as calls:
-        result = _call(reward, name, arguments, inputs)
-    # the parts of a sum are called one by one, and checked there
-    moved = [] if hasattr(reward, "parts") else moved_since(before)
-    _check_traces(calls, moved, name, others, inputs)
-    return _checked(result, name, inputs, may_skip)
-
-
-def _call(reward: Callable, name: str, arguments: dict, inputs: tuple) -> Any:
-    "A reward's result. RewardError if it raises anything."
-    try:
-        return reward(**arguments)
-    except (UserError, RewardError):  # a part's error already has its name
-        raise
-    except (Exception, SystemExit) as error:
-        raise _raised(error, reward, name, arguments, inputs) from error
+        try:
+            result = reward(**arguments)
+        except (UserError, RewardError):  # a part's error already has its name
+            raise
+        except (Exception, SystemExit) as error:
+            i, place = 0, "first prompt of the batch"
+            if not isinstance(error, OSError):  # a file's or server's fault is not an image's
+                first = _first_failing(reward, arguments, len(images))
+                i, place = (0, place) if first is None else (first, f"image {first}, prompt")
+            raise failed(f"raised {error_text(error)} ({place}: {prompts[i]!r})", i) from error
+    if calls:
+        raise failed(
+            f"(or one that ran beside it) called {' and '.join(calls)}, which changes the whole "
+            "program. Convert only the reward's own tensors, or use a block such as "
+            "`with torch.enable_grad():`."
+        )
+    moved = [library for library, state in random_states().items() if state != before[library]]
+    if moved and not hasattr(reward, "parts"):  # the parts of a sum are called and checked alone
+        warnings.warn(
+            f"The reward {name} (or one that ran beside it) uses the global random numbers of "
+            f"{', '.join(moved)}. A resumed run would get other rewards than an uninterrupted one. "
+            "Draw from a generator of its own, such as torch.Generator().manual_seed(0).",
+            stacklevel=2,
+        )
+    return _checked(result, prompts, may_skip, failed)
 
 # %% ../../nbs/4_rewards/01_calling.ipynb #c032
 def where_raised(error: RewardError) -> str:
@@ -270,10 +247,8 @@ def where_raised(error: RewardError) -> str:
     cause = error.__cause__
     if cause is None or cause.__traceback__ is None:
         return str(error)
-    last = cause.__traceback__
-    while last.tb_next:
-        last = last.tb_next
-    return f"{error} (at {last.tb_frame.f_code.co_filename}, line {last.tb_lineno})"
+    last = traceback.extract_tb(cause.__traceback__)[-1]
+    return f"{error} (at {last.filename}, line {last.lineno})"
 
 
 def save_failed(

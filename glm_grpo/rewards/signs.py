@@ -61,71 +61,36 @@ class SignReader:
         self.soft = soft
         self.name = "sign_soft" if soft else "sign"
         self.chars = LETTERS + "0123456789"
-        self.book = self._make_book()
-
-    def _make_book(self):
-        "Each character at each position: [25, 20, 1024]"
         signs = [Image.new("RGB", (SIDE, SIDE)) for _ in self.chars]
         for sign, char in zip(signs, self.chars):
             draw_sign(sign, char)
         cells = sign_cells(pil_to_tensor(signs))[0][:, 0]  # [20, 32, 32]
         moves = range(-self.shift, self.shift + 1)
-        shifts = [(dy, dx) for dy in moves for dx in moves]
-        moved = torch.stack([cells.roll(shift, (1, 2)) for shift in shifts])
-        return _standardised(moved.flatten(2))
+        moved = torch.stack([cells.roll((dy, dx), (1, 2)) for dy in moves for dx in moves])
+        self.book = _standardised(moved.flatten(2))  # each character at each place: [25, 20, 1024]
 
     @torch.no_grad()
     def match(
         self,
         images: Tensor,  # [N, 3, H, W] in [0, 1]
-    ) -> Tensor:  # [N, 2, 20] correlation at the best position; 0 without a sign
+    ) -> tuple[Tensor, Tensor]:  # correlations at the best place [N, 2, 20]; is there a sign? [N]
         "How well each character matches each cell."
         cells, plate = sign_cells(images)
-        cells = _standardised(cells.flatten(2))
-        products = torch.einsum("ncp,skp->ncsk", cells, self.book)
-        return products.amax(2) * plate[:, None, None]
+        products = torch.einsum("ncp,skp->ncsk", _standardised(cells.flatten(2)), self.book)
+        return products.amax(2) * plate[:, None, None], plate
 
     def read(
         self,
         images: Tensor,  # [N, 3, H, W] in [0, 1]
     ) -> list[str]:  # N texts: "" if there is no sign, ? for a cell that shows no character
         "The texts of the signs."
-        best, at = self.match(images).max(-1)
-        plates = sign_cells(images)[1].tolist()
-        texts = []
-        for plate, fits, chars in zip(plates, best.tolist(), at.tolist()):
-            read = [self.chars[i] if fit >= self.least else "?" for fit, i in zip(fits, chars)]
-            texts.append("".join(read) if plate else "")
-        return texts
+        match, plate = self.match(images)
+        best, at = match.max(-1)
+        at[best < self.least] = -1
+        read = ["".join((self.chars + "?")[i] for i in cells) for cells in at.tolist()]
+        return [text if is_sign else "" for text, is_sign in zip(read, plate)]
 
 # %% ../../nbs/4_rewards/04_signs.ipynb #c013
-@patch_to(SignReader)
-def _wanted_words(self, prompts, metadata):
-    "The quoted word of each prompt, or of the scene in its metadata; empty if there is none."
-    words = []
-    for prompt, data in zip(prompts, metadata or [None] * len(prompts)):
-        quoted = re.search(r'"([^"]*)"', (data or {}).get("scene", prompt))
-        words.append(quoted[1] if quoted else "")
-    for word in words:
-        if word and (len(word) != 2 or set(word) - set(self.chars)):
-            raise UserError(
-                f"The sign reader cannot judge the word {word!r}: it reads exactly two characters "
-                f"out of {self.chars}. For other texts use the reward text."
-            )
-    return words
-
-
-@patch_to(SignReader)
-def _char_scores(self, match, wanted):
-    "match [N, 2, 20], wanted [N, 2, 1] index of a character -> score of each character [N, 2]"
-    if self.soft:
-        chance = 1 / len(self.chars)
-        sure = (match / self.temperature).softmax(-1).gather(-1, wanted)[..., 0]
-        return (sure - chance) / (1 - chance)
-    best, at = match.max(-1)
-    return ((at == wanted[..., 0]) & (best >= self.least)).float()
-
-
 @patch_to(SignReader)
 def __call__(
     self,
@@ -134,18 +99,31 @@ def __call__(
     metadata: list | None = None,  # N dicts; "scene" in it is read instead of the prompt
 ) -> Tensor:  # [N] float32
     "The score of each sign. UserError: a word that is not two of the known characters."
-    words = self._wanted_words(prompts, metadata)
-    plate = sign_cells(images)[1]
+    words = []
+    for prompt, data in zip(prompts, metadata or [None] * len(prompts)):
+        quoted = re.search(r'"([^"]*)"', (data or {}).get("scene", prompt))
+        word = quoted[1] if quoted else ""
+        if word and (len(word) != 2 or set(word) - set(self.chars)):
+            raise UserError(
+                f"The sign reader cannot judge the word {word!r}: it reads exactly two characters "
+                f"out of {self.chars}. For other texts use the reward text."
+            )
+        words.append(word)
     indices = [[self.chars.index(char) for char in word or "AA"] for word in words]
-    wanted = torch.tensor(indices)[..., None]
-    score = self._char_scores(self.match(images), wanted).mean(-1)
+    wanted = torch.tensor(indices)[..., None]  # [N, 2, 1]
+    match, plate = self.match(images)
+    if self.soft:
+        chance = 1 / len(self.chars)
+        sure = (match / self.temperature).softmax(-1).gather(-1, wanted)[..., 0]
+        score = (sure - chance) / (1 - chance)
+    else:
+        best, at = match.max(-1)
+        score = ((at == wanted[..., 0]) & (best >= self.least)).float()
     has_word = torch.tensor([bool(word) for word in words])
-    return torch.where(has_word, score * plate, (~plate).float())
+    return torch.where(has_word, score.mean(-1) * plate, (~plate).float())
 
 # %% ../../nbs/4_rewards/04_signs.ipynb #c016
-@functools.cache
-def _reader(soft):
-    return SignReader(soft)
+_reader = functools.cache(SignReader)
 
 
 def sign_reward(

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..data.basics import UserError, patch_to
+from ..data.basics import UserError
 
 # %% ../../nbs/4_rewards/06_text.ipynb #c005
 _LETTER = "[0-9A-Za-zÀ-ɏ]"
@@ -53,23 +53,9 @@ def edit_distance(a: str, b: str) -> int:
     return row[-1]
 
 # %% ../../nbs/4_rewards/06_text.ipynb #c012
-def _folded(text: str) -> str:
-    "Full-width letters become plain (NFKC), capitals lower case (casefold)."
-    return unicodedata.normalize("NFKC", text).casefold()
-
-
-def _letters(texts) -> str:
-    "All letters in one string, without spaces."
-    return "".join(_folded("".join(texts)).split())
-
-
-def _words(texts) -> Counter:
-    return Counter(_folded(" ".join(texts)).split())
-
-
-def _orders(parts: list[str]):
-    "All orders of up to five parts; only the given order of more."
-    return itertools.permutations(parts) if len(parts) <= 5 else [parts]
+def _words(texts) -> list[str]:
+    "The words of several texts; full-width letters become plain (NFKC), capitals small."
+    return unicodedata.normalize("NFKC", " ".join(texts)).casefold().split()
 
 
 def text_score(
@@ -82,15 +68,14 @@ def text_score(
     The share of words is that of CVTG-2K (arXiv 2503.23461), but each read word counts once
     and extra words lower the share. A text whose only errors are spaces is right.
     """
-    seen = _letters(read)
-    score = 0.0
-    for order in _orders(wanted):
-        letters = _letters(order)
+    seen, score = "".join(_words(read)), 0.0
+    for order in itertools.permutations(wanted) if len(wanted) <= 5 else [wanted]:
+        letters = "".join(_words(order))
         distance = edit_distance(letters, seen)
         score = max(score, 1 - distance / max(len(letters), len(seen)))
     if not exact or score == 1:
         return score
-    want, have = _words(wanted), _words(read)
+    want, have = Counter(_words(wanted)), Counter(_words(read))
     return (want & have).total() / max(want.total(), have.total())
 
 # %% ../../nbs/4_rewards/06_text.ipynb #n008
@@ -101,30 +86,22 @@ class TextLine(NamedTuple):
     confidence: float  # 0.5 to 1
     box: np.ndarray  # [4, 2] the corners, x and y in pixels
 
-    @property
-    def middle(self) -> float:
-        return self.box[:, 1].mean()
-
-    @property
-    def height(self) -> float:
-        return np.ptp(self.box[:, 1])
-
-    @property
-    def left(self) -> float:
-        return self.box[:, 0].min()
-
 
 def reading_order(lines: list[TextLine]) -> list[TextLine]:
     "From top to bottom; from left to right if the middles are less than half a height apart."
-    rows: list[list[TextLine]] = []
-    for line in sorted(lines, key=lambda line: line.middle):
+
+    def middle(line):
+        return line.box[:, 1].mean()
+
+    rows = []
+    for line in sorted(lines, key=middle):
         first = rows[-1][0] if rows else None
-        if first and line.middle - first.middle < first.height / 2:
+        if first and middle(line) - middle(first) < np.ptp(first.box[:, 1]) / 2:
             rows[-1].append(line)
         else:
             rows.append([line])
     for row in rows:
-        row.sort(key=lambda line: line.left)
+        row.sort(key=lambda line: line.box[:, 0].min())
     return list(itertools.chain.from_iterable(rows))
 
 # %% ../../nbs/4_rewards/06_text.ipynb #c016
@@ -149,20 +126,15 @@ class TextReader:
     def __init__(self):
         try:
             import rapidocr
-        except ImportError as e:
+
+            folder = Path(rapidocr.__file__).parent / "models"
+            paths = {f"{part}.model_path": str(folder / file) for part, file in self.models.items()}
+            self._engine = rapidocr.RapidOCR(params=self.options | paths)
+        except (ImportError, OSError) as e:
             raise UserError(
-                f"Reading text needs the package {e.name}, which is not installed. "
+                f"Reading text needs rapidocr 3.10.0 with its weights ({e}). "
                 "Install it: pip install 'glm_grpo[rewards]'"
             ) from e
-        folder = Path(rapidocr.__file__).parent / "models"
-        for name in self.models.values():
-            if not (folder / name).is_file():
-                raise UserError(
-                    f"The installed rapidocr does not contain {name}. "
-                    "Install the version that contains it: pip install rapidocr==3.10.0"
-                )
-        paths = {f"{part}.model_path": str(folder / name) for part, name in self.models.items()}
-        self._engine = rapidocr.RapidOCR(params=self.options | paths)
         self._lock = threading.Lock()
         self._last_key, self._last_lines = None, None
 
@@ -177,31 +149,22 @@ class TextReader:
         parts = zip(found.txts, found.scores, found.boxes)
         return reading_order([TextLine(text, float(sure), box - edge) for text, sure, box in parts])
 
-# %% ../../nbs/4_rewards/06_text.ipynb #n010
-@patch_to(TextReader)
-def read(
-    self,
-    images: Tensor,  # [N, 3, H, W] in [0, 1]
-) -> list[list[TextLine]]:  # N lists, each in reading order
-    "The lines of each image. The result of the last batch is cached. UserError: a wrong shape."
-    if images.ndim != 4 or images.shape[1] != 3:
-        raise UserError(
-            f"The text reader needs images of shape [N, 3, H, W] and got {list(images.shape)}. "
-            "Pass a batch of RGB images."
-        )
-    levels = (images.detach().float().cpu().clamp(0, 1) * 255).round().byte()
-    pixels = levels.permute(0, 2, 3, 1).contiguous().numpy()
-    key = pixels.shape, hashlib.sha256(pixels).digest()
-    with self._lock:
-        if self._last_key != key:
-            self._last_lines = [self._read_image(image) for image in pixels]
-            self._last_key = key
-        return self._last_lines
+    def read(
+        self,
+        images: Tensor,  # [N, 3, H, W] in [0, 1]
+    ) -> list[list[TextLine]]:  # N lists, each in reading order
+        "The lines of each image. The result of the last batch is kept."
+        levels = (images.detach().float().cpu().clamp(0, 1) * 255).round().byte()
+        pixels = levels.permute(0, 2, 3, 1).contiguous().numpy()
+        key = pixels.shape, hashlib.sha256(pixels).digest()
+        with self._lock:
+            if self._last_key != key:
+                self._last_lines = [self._read_image(image) for image in pixels]
+                self._last_key = key
+            return self._last_lines
 
 # %% ../../nbs/4_rewards/06_text.ipynb #c048
-@functools.cache
-def _shared_reader() -> TextReader:
-    return TextReader()
+_shared_reader = functools.cache(TextReader)
 
 
 class TextAccuracy:

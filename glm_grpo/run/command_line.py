@@ -32,8 +32,7 @@ from glm_grpo.data.options import (
     refuse,
     shown,
 )
-from ..rewards.functions import functions_of_others
-from ..rewards.registry import METRICS
+from ..rewards.registry import METRICS, functions_of_others
 from ..rewards.remote import TOKEN
 from .config import RENAMED, Config, to_yaml, translate
 from ..training.checkpoint_folder import find_checkpoint, run_folder

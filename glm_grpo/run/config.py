@@ -20,8 +20,7 @@ from ..data.basics import UserError
 from ..data.options import Entry, above, at_least, option, shown
 from ..data.rollout import RolloutOptions
 from ..model.adapters import LoraOptions
-from ..rewards.functions import named_functions
-from ..rewards.registry import METRICS, Brought
+from ..rewards.registry import METRICS, Brought, named_functions
 from glm_grpo.training.options import (
     NORMALISE,
     GRPOOptions,
@@ -164,7 +163,7 @@ class RewardConfig:
         "your own reward functions: file.py:name or package.module:name, one or a list. Called "
         "with images [N,3,H,W] in [0,1] and with those of prompts, targets, sources, metadata "
         "that they have as parameters; return [N], higher is better, NaN: no score. Weight 1 "
-        "unless reward.metrics gives another. See nbs/4_rewards/19_functions.ipynb",
+        "unless reward.metrics gives another. See nbs/4_rewards/20_registry.ipynb",
     )
     dit_functions: list[str] | str | None = option(
         None, "with model.component both: reward functions of the denoising policy alone"

@@ -358,8 +358,8 @@ def time_training(
             raise OutOfTime
 
     for one in each_reward(reward).values():
-        if hasattr(one, "side_by_side"):
-            one.side_by_side.time_limit = limit
+        if hasattr(one, "time_limit"):
+            one.time_limit = limit
     handle = torch.nn.modules.module.register_module_forward_pre_hook(look)
     try:
         trainer = make_trainer(config, load_model(config), dataset, reward, ".")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import glm_grpo
 from glm_grpo.evaluate import main as evaluate
-from glm_grpo.rewards.lpips import LPIPS
+from glm_grpo.rewards.perception import LPIPS
 from glm_grpo.run.build import open_data
 from glm_grpo.run.config import Config
 from glm_grpo.train import main as train
