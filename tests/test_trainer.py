@@ -17,7 +17,7 @@ from glm_grpo.maths.advantages import gdpo_advantages
 from glm_grpo.maths.loss import LOSS_TYPES
 from glm_grpo.rewards.weighted import WeightedReward
 from glm_grpo.training.callbacks import Callback
-from glm_grpo.training.metrics import NotFinite
+from glm_grpo.training.experience import NotFinite
 from glm_grpo.training.ranks import Ranks
 from glm_grpo.training.toy import ICONS, ToyPainter, ToyStudio, TokenTable, icon_images, nearness
 from glm_grpo.training.trainer import MinimalGRPOTrainer
@@ -130,7 +130,7 @@ def test_a_run_whose_ratio_is_not_1_stops_before_its_first_update(make, tmp_path
     assert "ar: new and old differ" in message
     assert "training.allow_ratio_gap true" in message
     assert all(map(torch.equal, trainer.model.weights(), before))
-    assert trainer.step == 0 and trainer.whole and not kept and trainer.agreement is None
+    assert trainer.step == 0 and not trainer.half_done and not kept and trainer.agreement is None
     assert refusal(trainer.train, 1) == message  # a second try does not get past it
 
 
@@ -680,7 +680,7 @@ def test_nothing_is_saved_in_the_middle_of_a_step(tmp_path):
     trainer.accumulate = fails_in_the_second
     with pytest.raises(OSError):
         trainer.train(1)
-    assert trainer.step == 1 and not trainer.whole
+    assert trainer.step == 1 and trainer.half_done
     assert "between two updates of one step" in refusal(trainer.save_checkpoint, tmp_path / "half")
     assert not list(tmp_path.iterdir())
     trainer.accumulate = accumulate

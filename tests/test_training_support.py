@@ -27,9 +27,9 @@ from glm_grpo.training.callbacks import (
     ProgressBar,
     TrackerLogger,
 )
-from glm_grpo.training.checkpoint_folder import CheckpointFolder, find_checkpoint, read_note
+from glm_grpo.training.checkpoints import CheckpointFolder, find_checkpoint, read_note
 from glm_grpo.training.interrupts import Interrupts
-from glm_grpo.training.metrics import save_rollout
+from glm_grpo.training.experience import save_experience
 from glm_grpo.training.trainer import MinimalGRPOTrainer
 
 PROMPTS = ["black", "red", "blue"]
@@ -176,7 +176,7 @@ def test_a_checkpoint_that_does_not_fit_changes_nothing(tmp_path, changes, part)
 
 def test_half_a_step_is_not_saved(tmp_path):
     trainer = make_trainer()
-    trainer.whole = False
+    trainer.half_done = True
     assert "between two updates of one step" in refusal(trainer.save_checkpoint, tmp_path / "x")
     assert list(tmp_path.iterdir()) == []
 
@@ -329,12 +329,11 @@ def test_the_rollout_of_a_step_is_saved(tmp_path):
     trainer = make_trainer()
     trainer.train(1)
     last = trainer.last_experience
-    advantages = {name: samples.advantages for name, samples in last.samples.items()}
-    save_rollout(last.rollout, last.rewards, advantages, tmp_path / "rollout")
+    save_experience(last, tmp_path / "rollout")
     text = (tmp_path / "rollout" / "rollout.json").read_text()
     lines = [json.loads(line) for line in text.splitlines()]
     assert [line["reward"] for line in lines] == last.rewards.tolist()
-    assert [line["advantage"] for line in lines] == advantages["ar"].tolist()
+    assert [line["advantage"] for line in lines] == last.samples["ar"].advantages.tolist()
     assert all((tmp_path / "rollout" / line["picture"]).is_file() for line in lines)
 
 
@@ -371,9 +370,7 @@ def test_trackers_get_images_if_they_can_show_them(tmp_path):
     with_images, without = mock.Mock(), mock.Mock(spec=["log", "finish"])
     with_images.name = "one"
     started = {"one": [with_images], "two": [without]}
-    with mock.patch(
-        "glm_grpo.training.callbacks._start_tracker", lambda name, *args: started[name]
-    ):
+    with mock.patch("glm_grpo.training.callbacks.start_tracker", lambda name, *args: started[name]):
         make_trainer(callbacks=[logger]).train(1)
     (images,) = with_images.log_images.call_args.args
     assert isinstance(images["train/samples"][0], Image.Image) and list(images) == ["train/samples"]
@@ -383,7 +380,7 @@ def test_trackers_get_images_if_they_can_show_them(tmp_path):
 
 def test_trackers_get_images_of_the_first_step_and_then_every_few(tmp_path):
     tracker = mock.Mock()
-    with mock.patch("glm_grpo.training.callbacks._start_tracker", lambda *args: [tracker]):
+    with mock.patch("glm_grpo.training.callbacks.start_tracker", lambda *args: [tracker]):
         make_trainer(callbacks=[TrackerLogger(tmp_path, image_every=5)]).train(6)
     assert [call.kwargs["step"] for call in tracker.log_images.call_args_list] == [1, 5]
 
@@ -394,7 +391,7 @@ def test_trackers_skip_steps_and_numbers_that_are_not_finite(tmp_path):
             metrics["kl"] = float("nan")
 
     tracker = mock.Mock()
-    with mock.patch("glm_grpo.training.callbacks._start_tracker", lambda *args: [tracker]):
+    with mock.patch("glm_grpo.training.callbacks.start_tracker", lambda *args: [tracker]):
         logger = TrackerLogger(tmp_path, every=3, image_every=0)
         make_trainer(callbacks=[Nan(), logger]).train(7)
     assert [call.kwargs["step"] for call in tracker.log.call_args_list] == [3, 6]

@@ -23,8 +23,8 @@ from ..data.basics import UserError
 from ..data.options import list_options, option_value
 from .config import Config
 from .help import SHORT, Explainer, FileOptions, make_parser, read_options
-from ..training.checkpoint_folder import find_checkpoint, run_folder
-from ..training.console import steady_output, take_debug, tell_end
+from ..training.checkpoints import find_checkpoint, run_folder
+from ..training.interrupts import steady_output, take_debug, tell_end
 from ..training.interrupts import Interrupts
 from ..training.ranks import end_alone
 

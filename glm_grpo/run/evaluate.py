@@ -37,9 +37,9 @@ from .config import Config, image_height_width
 from .evaluation import evaluate_config, write_eval
 from .help import metrics_help
 from .report import before_after_grid, write_page
-from ..training.checkpoint_folder import find_checkpoint, read_note, run_folder
+from ..training.checkpoints import find_checkpoint, read_note, run_folder
 from ..training.checkpoints import differences
-from ..training.console import statuses_help
+from ..training.interrupts import STATUSES
 from ..training.figures import save_figure
 from ..training.ranks import Ranks
 
@@ -272,7 +272,7 @@ def evaluate_command(words: list[str]) -> int:
     "The program. UserError for what the user can fix."
     parser = make_own_parser()
     if "-h" in words or "--help" in words:
-        print(f"{parser.format_help()}\n{MORE_HELP}\n\n{statuses_help()}\n\n{metrics_help()}")
+        print(f"{parser.format_help()}\n{MORE_HELP}\n\n{STATUSES}\n\n{metrics_help()}")
         return 0
     if words and words[-1] in ("--checkpoint", "--baseline", "--model", "--output_dir"):
         raise UserError(f"{words[-1]}: a value is missing. See --help.")

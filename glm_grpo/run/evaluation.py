@@ -27,9 +27,9 @@ from ..rewards.calling import call_reward
 from ..rewards.perception import group_diversity, image_statistics
 from ..rewards.weighted import Judging
 from .config import Config, image_height_width
-from ..training.metrics import on_terminal
+from ..training.callbacks import on_terminal
 from ..training.ranks import Ranks
-from ..training.shares import Share, join_shares, share_rows
+from ..training.ranks import Share, join_shares, share_rows
 
 NOTHING_TO_SCORE = "Nothing to score in these prompts."
 

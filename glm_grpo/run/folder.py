@@ -20,7 +20,7 @@ from .config import Config, to_yaml
 from .evaluation import write_eval
 from .monitoring import PeriodicEvaluation
 from .report import before_after_grid, write_page
-from ..training.checkpoint_folder import read_note
+from ..training.checkpoints import read_note
 from ..training.figures import save_figure, step_curves
 
 

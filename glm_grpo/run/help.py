@@ -25,7 +25,7 @@ from ..data.yaml_lines import Entry, read_entries
 from ..rewards.registry import METRICS
 from .config import Config
 from .old_names import RENAMED, VALUES_ELSEWHERE, translate
-from ..training.console import statuses_help
+from ..training.interrupts import STATUSES
 
 SHORT = {
     "training.mode": "--mode",
@@ -80,7 +80,7 @@ WORDS = (
 def more_help() -> str:
     "The end of --help, below the options."
     paragraphs = [textwrap.fill(text, 100, subsequent_indent="  ") for text in (WATCH, WORDS)]
-    return "\n\n".join([*paragraphs, statuses_help(), metrics_help()])
+    return "\n\n".join([*paragraphs, STATUSES, metrics_help()])
 
 # %% ../../nbs/6_run/03_help.ipynb #c7f30fa
 class KeepLines(argparse.RawDescriptionHelpFormatter, DefaultHelpFormatter):

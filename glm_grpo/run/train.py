@@ -44,10 +44,10 @@ from glm_grpo.run.folder import (
 from .monitoring import PeriodicEvaluation
 from .plan import plan
 from ..training.callbacks import CheckpointCallback
-from ..training.checkpoint_folder import run_folder
+from ..training.checkpoints import run_folder
 from ..training.interrupts import Interrupts, Stopped
 from ..training.ranks import Ranks, end_alone
-from ..training.rescue import EXPECTED, remedy, rescue_steps
+from ..training.interrupts import remedy, rescue_steps
 
 # %% ../../nbs/6_run/19_train.ipynb #n006
 class Run:
@@ -83,10 +83,10 @@ class Run:
                 self.finish()
             except KeyboardInterrupt:
                 return self.stopped()
-            except EXPECTED as e:
-                raise UserError(remedy(e, self.out, self.trainer) + self.rescue()) from e
-            except Exception as e:  # a bug in the program
-                self.keep_traceback(e)
+            except Exception as e:
+                if fix := remedy(e, self.out, self.trainer):
+                    raise UserError(fix + self.rescue()) from e
+                self.keep_traceback(e)  # a bug in the program
                 raise
             return 0
 
@@ -350,7 +350,7 @@ def finish(self: Run) -> None:
 def rescue(self: Run) -> str:
     "After an error: save what was trained -> a sentence."
     trainer = self.trainer
-    if trainer is None or (trainer.step <= self.first_step and trainer.whole):
+    if trainer is None or (trainer.step <= self.first_step and not trainer.half_done):
         return ""
     final = self.out / "checkpoints" / "checkpoint_final"
     if trainer.step == self.config.training.max_steps and final.is_dir():

@@ -15,7 +15,7 @@ from ..data.images import images_html, tensor_to_pil
 from .callbacks import Callback, ProgressBar, is_due
 from .experience import Experience
 from .figures import png_address, step_curves
-from .metrics import Pace, describe_step
+from .callbacks import Pace, describe_step
 
 NO_BREAK = "\u00a0"  # a space at which a line does not end
 
