@@ -16,7 +16,7 @@ from glm_grpo.maths.advantages import gdpo_advantages
 from glm_grpo.maths.loss import LOSS_TYPES
 from glm_grpo.rewards.weighted import WeightedReward
 from glm_grpo.training.callbacks import Callback
-from glm_grpo.training.experience import NotFinite
+from glm_grpo.training.interrupts import NotFinite
 from glm_grpo.training.ranks import Ranks
 from glm_grpo.training.toy import ICONS, ToyPainter, ToyStudio, TokenTable, icon_images, nearness
 from glm_grpo.training.trainer import MinimalGRPOTrainer

@@ -45,9 +45,9 @@ from .monitoring import PeriodicEvaluation
 from .plan import plan
 from ..training.callbacks import CheckpointCallback
 from ..training.checkpoints import run_folder
-from ..training.interrupts import Interrupts, Stopped
+from ..training.interrupts import Interrupts, Stopped, remedy
 from ..training.ranks import Ranks, end_alone
-from ..training.interrupts import remedy, rescue_steps
+from ..training.checkpoints import rescue_steps
 
 # %% ../../nbs/6_run/19_train.ipynb #n006
 class Run:

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['differences', 'identity', 'make_note', 'Memory', 'write_checkpoint', 'save_checkpoint', 'broken', 'read_note',
            'read_memory', 'check_memory', 'load_checkpoint', 'newest_first', 'run_folder', 'find_checkpoint',
-           'CheckpointFolder']
+           'CheckpointFolder', 'rescue_steps']
 
 # %% ../../nbs/5_training/12_checkpoints.ipynb #n004i
 import hashlib
@@ -13,6 +13,7 @@ import json
 import os
 import shutil
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
@@ -379,3 +380,27 @@ class CheckpointFolder:
 
         with atomic_dir(self.folder / name) as part:
             shutil.copytree(source, part, copy_function=link, dirs_exist_ok=True)
+
+# %% ../../nbs/5_training/12_checkpoints.ipynb #r002
+def rescue_steps(
+    trainer: "MinimalGRPOTrainer",  # noqa: F821
+    out: Path,
+    again: Callable[[Path], str],  # checkpoint -> the command that resumes from it
+) -> str:
+    """Save the trained steps and return a sentence with the command to resume. If saving fails,
+    too, for example on a full disk, the sentence names the newest checkpoint."""
+    ranks = trainer.ranks
+    if not (ranks.first or ranks.shards):
+        return ""
+    path = out / "checkpoints" / "checkpoint_interrupt"
+    try:
+        if ranks.shards and not ranks.all_failed:
+            raise UserError("sharded weights cannot be saved after an error on one rank.")
+        trainer.save_checkpoint(path)
+        outcome = f" {trainer.step} steps are saved"
+    except UserError as e:
+        there = newest_first(path.parent)
+        if not there:
+            return f" Nothing is saved: {e}"
+        path, outcome = there[0], " The newest checkpoint is intact"
+    return f"{outcome}; continue with: {again(path)}"

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['Comparison', 'compare_samples', 'join_scores', 'PeakMemory', 'Experience', 'make_experience', 'MiniBatch',
-           'whole_batch', 'deal_minibatches', 'NotFinite', 'save_experience']
+           'whole_batch', 'deal_minibatches']
 
 # %% ../../nbs/5_training/06_experience.ipynb #n008
 import contextlib
@@ -19,7 +19,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..data.basics import UserError
 from ..data.files import atomic_dir
 from ..data.images import tensor_to_pil
 from ..data.rollout import Policy, Rollout, Samples
@@ -129,6 +128,33 @@ class Experience:
         self.seconds[phase] = time.perf_counter() - start
         self.memory[phase] = peak.gigabytes()
 
+    def save(self, folder: str | Path) -> None:
+        """Save the step for inspection: 000.png..., rollout.json (a line per image: prompt, reward
+        and the last policy's advantage), rollout.safetensors (its tensors)."""
+        from safetensors.torch import save_file
+
+        rollout, lines = self.rollout, []
+        found = {"rewards": self.rewards, **vars(rollout)}
+        if rollout.denoising is not None:
+            found |= vars(rollout.denoising)
+        for name, samples in self.samples.items():
+            found[f"{name}/advantages"] = samples.advantages
+            last = samples.advantages
+        for i, prompt in enumerate(rollout.prompts):
+            line = {"picture": f"{i:03d}.png", "prompt": prompt}
+            for name, values in (("reward", self.rewards), ("advantage", last)):
+                number = values[i].mean().item() if i < len(values) else math.nan
+                line[name] = number if math.isfinite(number) else None
+            lines.append(json.dumps(line, ensure_ascii=False) + "\n")
+        tensors = {
+            k: v.cpu().clone().contiguous() for k, v in found.items() if isinstance(v, Tensor)
+        }
+        with atomic_dir(folder) as part:
+            save_file(tensors, part / "rollout.safetensors")
+            for i, image in enumerate(tensor_to_pil(rollout.image_tensors.nan_to_num())):
+                image.save(part / f"{i:03d}.png")
+            (part / "rollout.json").write_text("".join(lines), encoding="utf-8")
+
 
 def make_experience(
     rollout: Rollout,
@@ -198,36 +224,3 @@ def deal_minibatches(
         for batch, (own, of_all) in zip(batches, dealt):
             batch[policy] = MiniBatch(samples.rows(own), int(counted[of_all].sum()))
     return batches
-
-# %% ../../nbs/5_training/06_experience.ipynb #n018s
-class NotFinite(UserError):
-    "Ends training after several steps in a row whose loss or gradient was not finite."
-
-
-def save_experience(
-    experience: Experience,
-    folder: str | Path,  # written atomically
-) -> None:
-    """Save a step for inspection: 000.png..., rollout.json (a line per image: prompt, reward and
-    the last policy's advantage), rollout.safetensors (its tensors)."""
-    from safetensors.torch import save_file
-
-    rollout, lines = experience.rollout, []
-    found = {"rewards": experience.rewards, **vars(rollout)}
-    if rollout.denoising is not None:
-        found |= vars(rollout.denoising)
-    for name, samples in experience.samples.items():
-        found[f"{name}/advantages"] = samples.advantages
-        last = samples.advantages
-    for i, prompt in enumerate(rollout.prompts):
-        line = {"picture": f"{i:03d}.png", "prompt": prompt}
-        for name, values in (("reward", experience.rewards), ("advantage", last)):
-            number = values[i].mean().item() if i < len(values) else math.nan
-            line[name] = number if math.isfinite(number) else None
-        lines.append(json.dumps(line, ensure_ascii=False) + "\n")
-    tensors = {k: v.cpu().clone().contiguous() for k, v in found.items() if isinstance(v, Tensor)}
-    with atomic_dir(folder) as part:
-        save_file(tensors, part / "rollout.safetensors")
-        for i, image in enumerate(tensor_to_pil(rollout.image_tensors.nan_to_num())):
-            image.save(part / f"{i:03d}.png")
-        (part / "rollout.json").write_text("".join(lines), encoding="utf-8")

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['STATUSES', 'Stopped', 'signal_name', 'ending_signals', 'in_main_thread', 'uncut', 'Interrupts', 'tell_at_once',
-           'leave_at_once', 'SteadyStream', 'steady_output', 'take_debug', 'tell_end', 'remedy', 'rescue_steps']
+           'leave_at_once', 'SteadyStream', 'steady_output', 'take_debug', 'tell_end', 'NotFinite', 'remedy']
 
 # %% ../../nbs/5_training/02_interrupts.ipynb #n009
 import contextlib
@@ -217,13 +217,16 @@ def tell_end(error: BaseException, debug: bool = False) -> int:
     return status
 
 # %% ../../nbs/5_training/02_interrupts.ipynb #n037
+class NotFinite(UserError):
+    "Ends training after several steps in a row whose loss or gradient was not finite."
+
+
 def remedy(error: Exception, out: Path, trainer: "MinimalGRPOTrainer") -> str:  # noqa: F821
     """The message for an error during training, with the fix; empty: a bug. The input that failed
     is saved in `out`: a reward's image, or a rollout whose numbers are not finite."""
     import torch
 
     from glm_grpo.rewards.calling import RewardError, save_failed, where_raised
-    from glm_grpo.training.experience import NotFinite, save_experience
 
     if isinstance(error, torch.OutOfMemoryError):
         return (
@@ -235,36 +238,10 @@ def remedy(error: Exception, out: Path, trainer: "MinimalGRPOTrainer") -> str:  
     if isinstance(error, NotFinite):
         several = trainer.ranks.world > 1
         folder = out / ("failed_step" + (f"_rank_{trainer.ranks.rank}" if several else ""))
-        save_experience(trainer.last_experience, folder)
+        trainer.last_experience.save(folder)
         return (
             f"{error} The rollout of that step, with rewards and log-probabilities, is in {folder}."
         )
     if isinstance(error, OSError):
         return f"{error}. Check whether the disk is full, or a folder was removed."
     return str(error) if isinstance(error, UserError) else ""
-
-
-def rescue_steps(
-    trainer: "MinimalGRPOTrainer",  # noqa: F821
-    out: Path,
-    again: Callable[[Path], str],  # checkpoint -> the command that resumes from it
-) -> str:
-    """Save the trained steps and return a sentence with the command to resume. If saving fails,
-    too, for example on a full disk, the sentence names the newest checkpoint."""
-    from glm_grpo.training.checkpoints import newest_first
-
-    ranks = trainer.ranks
-    if not (ranks.first or ranks.shards):
-        return ""
-    path = out / "checkpoints" / "checkpoint_interrupt"
-    try:
-        if ranks.shards and not ranks.all_failed:
-            raise UserError("sharded weights cannot be saved after an error on one rank.")
-        trainer.save_checkpoint(path)
-        outcome = f" {trainer.step} steps are saved"
-    except UserError as e:
-        there = newest_first(path.parent)
-        if not there:
-            return f" Nothing is saved: {e}"
-        path, outcome = there[0], " The newest checkpoint is intact"
-    return f"{outcome}; continue with: {again(path)}"

@@ -25,8 +25,8 @@ from .callbacks import Callback
 from .collector import Collector, callbacks_running, complete_trainer_options
 from .collector import unlearnt_batch_returns
 from .dashboard import callbacks_or_default, trainer_html
-from .experience import Experience, MiniBatch, NotFinite, deal_minibatches
-from .interrupts import uncut
+from .experience import Experience, MiniBatch, deal_minibatches
+from .interrupts import NotFinite, uncut
 from .optimizer import PolicyOptimizer
 from .options import TrainerOptions
 from .ranks import Ranks, full_tensor
@@ -224,7 +224,7 @@ class MinimalGRPOTrainer(Learner):
         optimizer, step and data order as after the last complete step. Between several updates on
         one rollout that is not possible; then `half_done` is True and nothing is saved.
 
-        UserError: sampling and scoring differ. NotFinite: see `check_finite`."""
+        UserError: sampling and scoring differ. NotFinite: `max_bad_steps` steps in a row."""
         if num_steps is None:
             num_steps = batches_per_pass(self.train_dataloader)
         self.stop, self.last_step, begin = False, self.step + num_steps, len(self.history)
@@ -233,7 +233,13 @@ class MinimalGRPOTrainer(Learner):
             while self.step < self.last_step and not any(self.ranks.gather(self.stop)):
                 with unlearnt_batch_returns(self):
                     self.train_next(batches)
-                self.check_finite()
+                if self.bad_steps >= self.options.max_bad_steps:
+                    self.ranks.all_failed = True  # all ranks have the same numbers
+                    raise NotFinite(
+                        f"Step {self.step}: the loss or its gradient was not finite "
+                        f"{self.bad_steps} times in a row; the weights were left as they were "
+                        "before. Lower the learning rate, or use torch_dtype float32."
+                    )
         return self.history[begin:]
 
     def train_next(self, batches: Iterator[dict]) -> None:
@@ -245,17 +251,6 @@ class MinimalGRPOTrainer(Learner):
             metrics = self.learn(experience)
             for callback in self.callbacks:
                 callback.on_step_end(self, metrics, experience)
-
-    def check_finite(self) -> None:
-        "NotFinite after `max_bad_steps` steps in a row without finite numbers."
-        if self.bad_steps < self.options.max_bad_steps:
-            return
-        self.ranks.all_failed = True  # all ranks have the same numbers
-        raise NotFinite(
-            f"Step {self.step}: the loss or its gradient was not finite {self.bad_steps} times in "
-            "a row; the weights were left as they were before. Lower the learning rate, or use "
-            "torch_dtype float32."
-        )
 
     def measure_agreement(self, batch: dict) -> Agreement:
         "Sample a batch and score it as the first update does. Changes no weight and takes no step."
