@@ -302,15 +302,14 @@ def join_shares(
 
     def join(tables):
         "Per rank [p, ...], or None -> [P, ...]; None: no rank has a table."
-        whole = None
+        rows = None
         for share, table in zip(shares, tables):
-            if table is None:
-                continue
-            if whole is None:
-                empty = math.nan if table.is_floating_point() else 0
-                whole = table.new_full((number, *table.shape[1:]), empty)
-            whole[share.rows] = table
-        return whole
+            if table is not None:
+                if rows is None:
+                    empty = math.nan if table.is_floating_point() else 0
+                    rows = table.new_full((number, *table.shape[1:]), empty)
+                rows[share.rows] = table
+        return rows
 
     for name in ("rewards", "diversity", "images"):
         setattr(joined, name, join([getattr(share, name) for share in shares]))
