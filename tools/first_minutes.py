@@ -33,7 +33,7 @@ from glm_grpo.model.tokens import trim, visibility
 from glm_grpo.model.wrapper import GLMImageWrapper
 from glm_grpo.run.command_line import run_command
 from glm_grpo.training.agreement import LOOP_KL, Agreement
-from glm_grpo.training.metrics import PeakMemory
+from glm_grpo.training.experience import PeakMemory
 from glm_grpo.training.ranks import Ranks
 from glm_grpo.training.trainer import MinimalGRPOTrainer
 from glm_grpo.training.update import gap_numbers
