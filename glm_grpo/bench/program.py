@@ -26,7 +26,7 @@ from ..data.basics import UserError
 from ..data.prompts import read_lines
 from ..model.loading import pick_device
 from ..model.wrapper import GLMImageWrapper
-from ..training.metrics import PeakMemory
+from ..training.experience import PeakMemory
 from ..training.trainer import MinimalGRPOTrainer
 
 # %% ../../nbs/7_bench/09_bench.ipynb #n006
