@@ -28,7 +28,7 @@ from helpers import (
 from PIL import Image
 from safetensors.torch import load_file
 
-from glm_grpo.data import basics as data_files
+from glm_grpo.data import basics
 from glm_grpo.model.policies import ARPolicy
 
 pytestmark = pytest.mark.usefixtures("at_root")
@@ -109,14 +109,14 @@ def test_a_reward_that_is_no_number_is_named(folder, capsys, value):
 
 def fill_disk(monkeypatch, fails):
     "Writing a path for which `fails` is true finds no space."
-    sync = data_files._sync
+    sync = basics._sync
 
     def full(path):
         if fails(str(path)):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return sync(path)
 
-    monkeypatch.setattr(data_files, "_sync", full)
+    monkeypatch.setattr(basics, "_sync", full)
 
 
 def test_a_disk_that_is_full_from_the_second_checkpoint_on(folder, capsys):
