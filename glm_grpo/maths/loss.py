@@ -138,12 +138,6 @@ def _check_advantages(advantages, new_logprobs, level):
         )
 
 # %% ../../nbs/1_maths/03_loss.ipynb #n045
-def _counted(mask: Tensor | None, new_logprobs: Tensor) -> Tensor:
-    "Which decisions count, [N, T] bool on the log-probs' device."
-    mask = torch.ones_like(new_logprobs) if mask is None else mask.to(new_logprobs.device)
-    return mask.bool().reshape(len(mask), -1)
-
-
 def _table(values: Tensor, counted: Tensor, dtype: torch.dtype) -> Tensor:
     "[N] or [N, T] as [N, T] on the device of `counted`, with 0 where a decision does not count."
     table = values.to(counted.device, dtype).reshape(len(values), -1)
@@ -226,7 +220,8 @@ def compute_grpo_loss(  # noqa: PLR0913 (the public interface)
     _check_advantages(advantages, new_logprobs, importance_sampling_level)
 
     dtype = torch.promote_types(new_logprobs.dtype, torch.float32)  # never less than float32
-    counted = _counted(mask, new_logprobs)
+    mask = torch.ones_like(new_logprobs) if mask is None else mask.to(new_logprobs.device)
+    counted = mask.bool().reshape(len(mask), -1)  # [N, T]
     weights = counted.to(dtype)
     new = _table(new_logprobs, counted, dtype)
     old = _table(old_logprobs.detach(), counted, dtype)

@@ -40,13 +40,6 @@ def _check_step(sigmas: list[float], index: int, noise_level: float, sde_type: s
     if not 0 <= index < len(sigmas) - 1:
         raise ValueError(f"index {index}: the schedule has steps 0 to {len(sigmas) - 2}")
 
-
-def _flow_grpo_g(sigmas: list[float], index: int, noise_level: float) -> float:
-    "Flow-GRPO's g. At sigma 1 the denominator has the schedule's second sigma."
-    now = sigmas[index]
-    bracket = sigmas[1] if now == 1 else now
-    return noise_level * math.sqrt(now / (1 - bracket))
-
 # %% ../../nbs/1_maths/04_sde.ipynb #n017
 def step_coefficients(
     sigmas: Sequence[float] | Tensor,  # [K+1], falling, within 1 to 0; a list or on the CPU
@@ -65,7 +58,9 @@ def step_coefficients(
         angle = noise_level * math.pi / 2
         std, kept = then * math.sin(angle), then * math.cos(angle)
     else:
-        g = noise_level if sde_type == "dance" else _flow_grpo_g(sigmas, index, noise_level)
+        g = noise_level
+        if sde_type == "sde":  # at sigma 1 the denominator has the schedule's second sigma
+            g *= math.sqrt(now / (1 - (sigmas[1] if now == 1 else now)))
         std, kept = g * math.sqrt(-dt), then + g**2 * dt / (2 * now)
     if std == 0:
         return 0.0, 1.0, dt  # the Euler step, bit for bit
