@@ -87,16 +87,3 @@ def test_other_cases_are_pefts():
     layer.merge()
     assert torch.equal(layer(x), layer.base_layer(x))
     assert torch.allclose(layer(x).float(), with_adapter.float(), atol=0.1)
-
-
-def test_adding_adapters_asks_no_gpu(monkeypatch):
-    "The global generators are forked for the CPU alone: a GPU of another program is left alone."
-    asked, plain = [], torch.random.fork_rng
-
-    def fork_rng(devices=None, **kwargs):
-        asked.append(devices)
-        return plain(devices=[], **kwargs)
-
-    monkeypatch.setattr(torch.random, "fork_rng", fork_rng)
-    adapted("ar", torch.float32)
-    assert asked and all(devices == [] for devices in asked)

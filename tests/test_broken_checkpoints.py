@@ -71,95 +71,59 @@ def test_a_whole_checkpoint_loads(checkpoint):
     assert trainer.step == 2
 
 
-@pytest.mark.parametrize(
-    "content", [b"", b"{", b"\xff\x00", b"null", b"[1]", b"3", b"[" * 99999], ids=str
-)
-def test_a_note_that_is_no_json_object(checkpoint, content):
-    (checkpoint / "trainer.json").write_bytes(content)
-    message = refused(checkpoint)
-    assert "no complete checkpoint" in message or "trainer.json: broken, it is not" in message
+def test_a_broken_note(checkpoint):
+    file = checkpoint / "trainer.json"
+    note = json.loads(file.read_text())
+    contents = [b"", b"{", b"\xff\x00", b"null", b"[1]", b"3", b"[" * 99999]
+    for key, value in [
+        *[("step", None), ("step", "2"), ("step", 1.5), ("step", True), ("step", -1)],
+        *[("bad_steps", "none"), ("options", None), ("made_by", None)],
+        *[("made_by", {"trains": x}) for x in (None, 'LoRA {"rank": 4', "LoRA [4]")],
+        *[("data", "two"), ("data", {})],
+        ("data", {"batches": None, "n": 3, "batch_size": 2, "seed": 0}),
+        ("data", {"batches": 2, "n": "3", "batch_size": 2, "seed": 0}),
+    ]:
+        contents.append(json.dumps({**note, key: value}).encode())
+    for key in ("step", "made_by"):
+        contents.append(json.dumps({k: v for k, v in note.items() if k != key}).encode())
+    for content in contents:
+        file.write_bytes(content)
+        assert "trainer.json: " in refused(checkpoint), content
 
 
-@pytest.mark.parametrize(
-    ("key", "value", "words"),
-    [
-        ("step", None, "'step' cannot be null"),
-        ("step", "2", "'step' cannot be \"2\""),
-        ("step", 1.5, "'step' cannot be 1.5"),
-        ("step", True, "'step' cannot be true"),
-        ("step", -1, "'step' cannot be -1"),
-        ("bad_steps", "none", "'bad_steps' cannot be \"none\""),
-        ("options", None, "'options' cannot be null"),
-        ("made_by", None, "'made_by' cannot be null"),
-        ("made_by", {"trains": None}, "'trains' cannot be null"),
-        ("made_by", {"trains": 'LoRA {"rank": 4'}, "'trains' cannot be"),
-        ("made_by", {"trains": "LoRA [4]"}, "'trains' cannot be"),
-        ("data", "two", "trainer.json: the checkpoint's place in the data is broken: two"),
-        ("data", {}, "place in the data is broken: {}"),
-        ("data", {"batches": None, "n": 3, "batch_size": 2, "seed": 0}, "place in the data"),
-        ("data", {"batches": 2, "n": "3", "batch_size": 2, "seed": 0}, "place in the data"),
-    ],
-)
-def test_a_note_with_a_wrong_value(checkpoint, key, value, words):
-    note = json.loads((checkpoint / "trainer.json").read_text())
-    (checkpoint / "trainer.json").write_text(json.dumps({**note, key: value}))
-    message = refused(checkpoint)
-    assert words in message and "trainer.json" in message
-
-
-@pytest.mark.parametrize("key", ["step", "made_by"])
-def test_a_note_without_a_key(checkpoint, key):
-    note = json.loads((checkpoint / "trainer.json").read_text())
-    del note[key]
-    (checkpoint / "trainer.json").write_text(json.dumps(note))
-    assert f"trainer.json: broken, '{key}' is missing" in refused(checkpoint)
-
-
-def of_another_form(state):
-    "What optimizer.pt may hold instead -> a word of the message."
+def test_a_broken_optimizer(checkpoint):
+    file = checkpoint / "optimizer.pt"
+    state = torch.load(file, weights_only=True)
     nan, small_one = copy.deepcopy(state), copy.deepcopy(state)
     nan["state"][0]["exp_avg_sq"][0] = torch.nan
     small_one["state"][0]["exp_avg"] = torch.ones(2)
-    two = copy.deepcopy(state["param_groups"]) * 2
-    return [
-        ([1], "it is not the state of an optimizer"),
-        (torch.ones(3), "it is not the state of an optimizer"),
-        ({}, "it is not the state of an optimizer"),
-        ({"state": {}, "param_groups": []}, "it is not the state of an optimizer"),
-        (state | {"param_groups": two}, "it is not the state of an optimizer"),
-        (state | {"state": [1]}, "it is not the state of an optimizer"),
-        (state | {"state": {9: {}}}, "it is not the state of an optimizer"),
-        (state | {"state": {0: None}}, "the state of weight 0 has the type NoneType"),
-        (small_one, "exp_avg of weight 0 does not have its shape"),
-        (nan, "exp_avg_sq of weight 0 contains NaN or infinity"),
-    ]
-
-
-def test_an_optimizer_of_another_form(checkpoint):
-    file = checkpoint / "optimizer.pt"
-    state = torch.load(file, weights_only=True)
-    for content, words in of_another_form(state):
+    for content in (
+        *([1], torch.ones(3), {}, {"state": {}, "param_groups": []}, nan, small_one),
+        state | {"param_groups": state["param_groups"] * 2},
+        state | {"state": [1]},
+        state | {"state": {9: {}}},
+        state | {"state": {0: None}},
+    ):
         torch.save(content, file)
-        message = refused(checkpoint)
-        assert words in message and "optimizer.pt: broken" in message
+        assert "optimizer.pt: no complete checkpoint" in refused(checkpoint)
     for content in (b"", b"x", b"\x80\x02cos\nsystem\n."):
         file.write_bytes(content)
         assert "optimizer.pt: no complete checkpoint" in refused(checkpoint)
 
 
-def test_a_moving_average_of_another_form(checkpoint):
+def test_a_broken_moving_average(checkpoint):
     file = checkpoint / "ema.pt"
     state = torch.load(file, weights_only=True)
     nan = [torch.full_like(state["shadow_params"][0], torch.nan)]
-    for content, words in (
-        ([1], "it is not a moving average"),
-        (state | {"optimization_step": None}, "it is not a moving average"),
-        (state | {"shadow_params": 3}, "it must hold one tensor for each of 1 weights"),
-        (state | {"shadow_params": [torch.ones(2)]}, "number 0 is not a tensor of the shape"),
-        (state | {"shadow_params": nan}, "number 0 contains NaN or infinity"),
+    for content in (
+        [1],
+        state | {"optimization_step": None},
+        state | {"shadow_params": 3},
+        state | {"shadow_params": [torch.ones(2)]},
+        state | {"shadow_params": nan},
     ):
         torch.save(content, file)
-        assert words in refused(checkpoint)
+        assert "ema.pt: no complete checkpoint" in refused(checkpoint)
 
 
 # adapters

@@ -1,7 +1,7 @@
 """tools/first_minutes.py: the table on a CPU, and each check fails where its fault is."""
 
-import importlib.util
 import math
+import sys
 import warnings
 from types import SimpleNamespace
 
@@ -14,21 +14,16 @@ from test_masked_rows import Kernel
 from glm_grpo.training.agreement import Agreement, Gap
 
 CPU = torch.device("cpu")
-spec = importlib.util.spec_from_file_location("first_minutes", ROOT / "tools/first_minutes.py")
-tool = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(tool)
-
-
-@pytest.fixture
-def short(monkeypatch):
-    monkeypatch.setattr(tool, "LENGTH", 192)  # 64 modulo 128, too
+sys.path.insert(0, str(ROOT / "tools"))
+import first_minutes as tool  # noqa: E402
 
 
 def verdict(check, *arguments):
-    return tool.judge("a check", lambda: check(*arguments)).verdict
+    return tool.judge(lambda: check(*arguments))[0]
 
 
-def test_on_a_cpu_what_needs_a_gpu_is_skipped(short, capsys):
+def test_on_a_cpu_what_needs_a_gpu_is_skipped(monkeypatch, capsys):
+    monkeypatch.setattr(tool, "LENGTH", 192)  # 64 modulo 128, too
     assert tool.main(["--device", "cpu"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("torch ") and lines[-1] == "10 passed, 0 failed, 10 skipped"
@@ -36,14 +31,7 @@ def test_on_a_cpu_what_needs_a_gpu_is_skipped(short, capsys):
     assert all(line.endswith("needs a CUDA device") for line in skipped)
     assert any("eager against CUDA graph" in line for line in skipped)
     passed = "\n".join(line for line in lines if line.startswith("pass"))
-    for name in (
-        "default, padded",
-        "math, no padding",
-        "bfloat16: ar",
-        "bfloat16: dit",
-        "one fails",
-        "peak",
-    ):
+    for name in ("default, padded", "math, no padding", "6: ar", "6: dit", "one fails", "peak"):
         assert name in passed
 
 
@@ -91,9 +79,7 @@ def test_another_ratio_fails(monkeypatch):
     gap = Gap(largest=math.nan, mean=math.nan, kl=math.nan, allowed=0.2)
     for found in (card, Agreement({"ar": gap, "dit": gap}, "bfloat16", 4)):
         monkeypatch.setattr(tool, "measure_agreement", lambda device, found=found: found)
-        for policy in ("ar", "dit"):
-            with pytest.raises(tool.Failed, match="largest gap"):
-                tool.check_ratio(CPU, policy)
+        assert [verdict(tool.check_ratio, CPU, policy) for policy in ("ar", "dit")] == ["FAIL"] * 2
 
 
 def test_another_temperature_in_scoring_fails(monkeypatch):
@@ -120,7 +106,7 @@ class Refuses(tool.Eager):
 
 @torch.no_grad()
 def test_a_wrong_recording_fails():
-    work = tool.SamplingWork.of(CPU, "float32")
+    work = tool.SamplingWork(CPU, "float32")
     launches = iter([50, 1, 50, 1]).__next__
 
     def count(step):
@@ -141,7 +127,7 @@ def test_host_waits_fail(monkeypatch):
     message = "called a synchronizing CUDA operation"
     assert tool.count_waits(lambda: [warnings.warn(message, stacklevel=1)] * 2) == 1
     assert modes == ["warn", "default"]
-    work = tool.SamplingWork.of(CPU, "float32")
+    work = tool.SamplingWork(CPU, "float32")
     with pytest.raises(tool.Failed, match="was not counted"):
         tool.waits_of_loop(work)
     for waits in (0, 3):

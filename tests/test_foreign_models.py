@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from glm_grpo.data.basics import UserError
 from glm_grpo.model import loading
-from glm_grpo.model.loading import load_pipeline
+from glm_grpo.model.loading import load_pipeline, load_prompt_parts
 from glm_grpo.rewards.clip import load_processor
 
 pytestmark = pytest.mark.usefixtures("at_root")
@@ -57,6 +57,26 @@ def test_loading_runs_no_code_of_a_model(stranger):
     with pytest.raises(UserError, match="custom code in evil.py"):
         load_pipeline(model)
     assert not trace.exists()
+
+
+@pytest.mark.parametrize("part", ["processor/processor_config.json", "processor/tokenizer.json"])
+def test_prompts_are_not_laid_out_with_a_broken_processor(stranger, part):
+    model, _ = stranger
+    (model / part).write_text('{"auto_map": 7, "image_processor": 3}')
+    with pytest.raises(UserError, match="model/processor: its files do not load"):
+        load_prompt_parts(model)
+
+
+def test_a_model_without_text_config_is_refused(stranger):
+    "The library would build the published size, 18 GB."
+    model, _ = stranger
+    file = model / "vision_language_encoder/config.json"
+    settings = json.loads(file.read_text())
+    del settings["text_config"]
+    file.write_text(json.dumps(settings))
+    for load in (load_pipeline, load_prompt_parts):
+        with pytest.raises(UserError, match="config.json: the key 'text_config' is missing"):
+            load(model)
 
 
 def test_a_judge_runs_no_code_of_its_model(stranger):

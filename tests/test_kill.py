@@ -24,7 +24,7 @@ from helpers import (
 from safetensors.torch import load_file
 
 from glm_grpo.model.wrapper import GLMImageWrapper
-from glm_grpo.training.checkpoint_folder import find_checkpoint, newest_first
+from glm_grpo.training.checkpoints import find_checkpoint, newest_first
 
 OPTIONS = {
     "--training.save_interval": 1,

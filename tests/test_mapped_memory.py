@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from glm_grpo.training.checkpoint_memory import read_memory
+from glm_grpo.training.checkpoints import read_memory
 from glm_grpo.training.optimizer import PolicyOptimizer
 from glm_grpo.training.options import OptimizerOptions
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from glm_grpo.maths.noise import named_uniforms
 from glm_grpo.model import sampling
 from glm_grpo.model.memory import checkpointing
-from glm_grpo.model.padding import visibility
+from glm_grpo.model.tokens import visibility
 from glm_grpo.model.sampling import sample_tokens
 from glm_grpo.model.scoring import score_tokens
 from glm_grpo.model.tokens import prepare_prompts

@@ -143,7 +143,7 @@ def toy_run(folder, steps=1, reward=lambda: nearness, scores=1.0, **options):
         norms = [line.get(f"{name}/grad_norm", 0.0) for line in trainer.history]
         found[name] = torch.cat([policy.parameters()[0].detach().flatten(), torch.tensor(norms)])
     average = trainer.optimizer.ema
-    trainer.whole = True
+    trainer.half_done = False
     trainer.save_checkpoint(folder)
     return found | {
         "rollout": torch.cat([rollout.token_ids.flatten().float(), rollout.denoising.flatten()]),

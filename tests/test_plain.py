@@ -7,7 +7,7 @@ import torch
 from helpers import ROOT
 
 from glm_grpo import plain
-from glm_grpo.model.nucleus import unpack_kept
+from glm_grpo.model.sampling import unpack_kept
 from glm_grpo.model.wrapper import GLMImageWrapper
 from glm_grpo.training.trainer import MinimalGRPOTrainer
 

@@ -104,19 +104,6 @@ def test_a_run_that_is_done_says_how_it_goes_on(run, tmp_path, capsys, dry):
     assert "such as --num_steps 2" in err
 
 
-def test_every_way_to_name_a_checkpoint(run):
-    whole = run / "checkpoints" / "checkpoint_final"
-    for way in (whole, f"{whole}/", f"{whole}.pt", run, f"{run}/", run / "checkpoints"):
-        config = parse_args(["--trust_run_code", "--resume", str(way)])
-        assert config.resume.rstrip("/") == str(whole), way
-        assert config.training.output_dir == str(run)
-
-
-def test_a_checkpoint_that_is_not_there_names_those_that_are(run, capsys):
-    assert main("--resume", run / "checkpoints/checkpoint_step_9.pt") == 2
-    assert "the newest first: checkpoint_final." in capsys.readouterr().err
-
-
 def saved_by(folder, *numbers, **options):
     "Steps that are saved, with a clock that moves on by four minutes after each step."
     now = SimpleNamespace(seconds=0.0)
@@ -140,7 +127,7 @@ def test_checkpoints_by_the_clock_and_by_steps(tmp_path):
 
 
 @pytest.mark.parametrize("first_says", [True, False])
-def test_with_cut_weights_the_first_rank_looks_at_the_clock(tmp_path, first_says):
+def test_with_sharded_weights_the_first_rank_looks_at_the_clock(tmp_path, first_says):
     ranks = SimpleNamespace(shards={"ar": 1}, gather=lambda own: [first_says, own])
     clock = iter((0, 0 if first_says else 99)).__next__
     callback = CheckpointCallback(tmp_path, minutes=1, clock=clock)

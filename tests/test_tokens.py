@@ -12,7 +12,7 @@ from PIL import Image
 from transformers import GlmImageForConditionalGeneration, GlmImageProcessor
 
 from glm_grpo.data.basics import refusal
-from glm_grpo.data.prompts import I2IDataset, T2IDataset
+from glm_grpo.data.prompts import T2IDataset
 from glm_grpo.model.tokens import check_prompt_lengths, layout_positions, prepare_prompts
 
 DATA = Path(__file__).parents[1] / "data"
@@ -38,32 +38,31 @@ def blank(height=128, width=128):
 
 
 @pytest.mark.parametrize(
-    "args, start, end",
+    "args, words",
     [
-        ((["a cat"], 100, 128), "height is 100, but must be a multiple of 32", "take 96"),
-        ((["a cat"], 128, 0), "width is 0, but must be a multiple of 32", "take 32"),
-        ((["a cat"], 128, 64.5), "width is 64.5", "take 64"),
-        ((["a cat", " "], 128, 128), "prompt 1 is empty (' ')", "write what the image shows"),
-        ((["a cat", None], 128, 128), "prompt 1 is empty (None)", "write what the image shows"),
-        (([], 128, 128), "no prompts: pass at least one", ""),
-        ((["a <|image|>"], 128, 128), "prompt 0 ('a <|image|>') contains '<|image|>'", "width)"),
-        ((["a<sop>"], 128, 128), "prompt 0 ('a<sop>') contains '<sop>'", "width)"),
-        ((["a<eop>"], 128, 128), "prompt 0 ('a<eop>') contains '<eop>'", "width)"),
-        ((["a cat"], 32, 9600), "32x9600 is too narrow", "ratio is below 256"),
-        ((PROMPTS, 128, 128, [[]]), "2 prompts need 2 lists of source images", "not [0]"),
-        ((PROMPTS, 128, 128, [[], [blank()]]), "2 prompts need 2 lists", "not [0, 1]"),
+        ((["a cat"], 100, 128), "height is 100, but must be a multiple of 32 pixels: take 96"),
+        ((["a cat"], 128, 0), "width is 0"),
+        ((["a cat"], 128, 64.5), "width is 64.5"),
+        ((["a cat", " "], 128, 128), "prompt 1 is empty"),
+        ((["a cat", None], 128, 128), "prompt 1 is empty"),
+        (([], 128, 128), "no prompts"),
+        ((["a<sop>"], 128, 128), "contains '<sop>'"),
+        ((["a cat"], 32, 9600), "32x9600 is too narrow"),
     ],
 )
-def test_refused(model, args, start, end):
-    message = refusal(prepare, model, *args)
-    assert message.startswith(start) and message.endswith(end)
+def test_refused(model, args, words):
+    assert words in refusal(prepare, model, *args)
 
 
-def test_start_and_end_marks_of_images_are_refused(model):
-    config = model.ar.config
-    ids = [config.image_start_token_id, config.image_end_token_id]
-    for mark in model.processor.tokenizer.convert_ids_to_tokens(ids):
-        assert f"contains {mark!r}, a mark" in refusal(prepare, model, [f"a{mark}"], 128, 128)
+@pytest.mark.parametrize(
+    "template", ["{{ ''.__class__.__mro__ }}", "{{ raise_exception('no') }}", "{%"]
+)
+def test_a_chat_template_that_does_not_work_is_named(model, template):
+    "The sandbox refuses the first, as a template from elsewhere may try to reach the program."
+    processor = copy.copy(model.processor)
+    processor.chat_template = template
+    message = refusal(prepare_prompts, processor, model.ar, PROMPTS, 128, 128)
+    assert "chat_template.jinja: this chat template does not work" in message
 
 
 def test_layout_is_the_pipelines(model):
@@ -84,11 +83,6 @@ def test_layout_is_the_pipelines(model):
     assert torch.equal(ours.input_ids, theirs["input_ids"])
     assert torch.equal(ours.attention_mask, theirs["attention_mask"])
     assert ours.grids == [tuple(grid) for grid in theirs["image_grid_thw"][:2, 1:].flip(0).tolist()]
-
-
-@pytest.mark.parametrize("grid", ((3, 2), (2, 3)))
-def test_counting_goes_on_behind_the_longer_side(grid):
-    assert layout_positions([1, grid, 2])[:, -2:].tolist() == [[4, 5]] * 3
 
 
 def test_padding_moves_no_position(model):
@@ -116,15 +110,6 @@ def test_sources_stay_with_their_prompt(model):
         assert torch.equal(ids[first : first + h * w], tokens) and len(tokens) == h * w
         assert ids[first + h * w] == config.image_end_token_id
     assert inputs.rows([1]).sources == [inputs.sources[1]]
-
-
-def test_edits_need_no_preview(model):
-    edits = I2IDataset(DATA / "i2i/train/prompts.jsonl", None)
-    lengths = [len(model.processor.tokenizer(prompt).input_ids) for prompt in edits.prompts]
-    longest = int(np.argmax(lengths))
-    inputs = prepare(model, [edits.prompts[longest]], 128, 128, [edits[longest]["source"]])
-    needed = inputs.input_ids.shape[1] + inputs.num_tokens
-    assert check_prompt_lengths(model, edits, 128, 128) == needed
 
 
 def test_the_last_position_may_be_used(model):

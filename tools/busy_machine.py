@@ -45,18 +45,15 @@ def main():
     args = parser.parse_args()
     checkouts = {"before": args.before.resolve()} if args.before else {}
     checkouts["after" if args.before else "now"] = HERE
-    found, norms = {}, []
-    print(f"{os.cpu_count()} cores; seconds per step")
+    found, norms = [], []
+    print(f"{os.cpu_count()} cores; seconds per step, and as a share of the first idle run")
     for busy in (False, True):
         for name, checkout in checkouts.items():
-            found[name, busy], norm = seconds_per_step(checkout, args.steps, busy)
+            seconds, norm = seconds_per_step(checkout, args.steps, busy)
             norms.append(norm)
+            found.append(seconds)
             where = "busy" if busy else "idle"
-            print(f"{name:7}{where:5}{found[name, busy]:7.2f}", flush=True)
-    first = found[next(iter(checkouts)), False]
-    for (name, busy), seconds in found.items():
-        where = "busy" if busy else "idle"
-        print(f"{name} {where}: {seconds / first:.2f} of the first idle run")
+            print(f"{name:7}{where:5}{seconds:7.2f}{seconds / found[0]:6.2f}", flush=True)
     print("the same numbers in all runs:", all(norm == norms[0] for norm in norms))
 
 

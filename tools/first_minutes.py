@@ -15,7 +15,6 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -27,16 +26,17 @@ from glm_grpo.bench.clock import seconds_of
 from glm_grpo.maths.noise import named_uniforms
 from glm_grpo.model.decode_step import CudaGraphs, Recorder, recorder_for
 from glm_grpo.model.loading import pick_device
-from glm_grpo.model.padding import masked_attention, trim, visibility
 from glm_grpo.model.sampling import Decisions, SamplingLoop, sample_tokens
-from glm_grpo.model.scoring import logprob_gap, score_tokens
-from glm_grpo.model.tokens import PromptInputs, prepare_prompts
+from glm_grpo.model.scoring import score_tokens
+from glm_grpo.model.tokens import PromptInputs, masked_attention, prepare_prompts
+from glm_grpo.model.tokens import trim, visibility
 from glm_grpo.model.wrapper import GLMImageWrapper
 from glm_grpo.run.command_line import run_command
 from glm_grpo.training.agreement import LOOP_KL, Agreement
-from glm_grpo.training.metrics import PeakMemory
+from glm_grpo.training.experience import PeakMemory
 from glm_grpo.training.ranks import Ranks
 from glm_grpo.training.trainer import MinimalGRPOTrainer
+from glm_grpo.training.update import gap_numbers
 
 MODEL = Path(__file__).resolve().parent.parent / "data/tiny-glm-image"
 PROMPTS = [  # of different length: the first one is padded
@@ -63,29 +63,17 @@ class Skipped(Exception):
     "A check cannot run here."
 
 
-@dataclass(frozen=True)
-class Outcome:
-    "The result of one check."
-
-    check: str
-    verdict: str  # "pass", "FAIL" or "skipped"
-    found: str  # what was found, or why the check was skipped
-
-    def __str__(self):
-        return f"{self.verdict:<8} {self.check:<44} {self.found}"
-
-
-def judge(check: str, work: Callable[[], str]) -> Outcome:
-    "Run a check. An unexpected error is a failure of the check, and its text is what was found."
+def judge(work: Callable[[], str]) -> tuple[str, str]:
+    "(pass, FAIL or skipped; what was found). An unexpected error is a failure of the check."
     try:
-        return Outcome(check, "pass", work())
+        return "pass", work()
     except Skipped as reason:
-        return Outcome(check, "skipped", str(reason))
+        return "skipped", str(reason)
     except Failed as reason:
-        return Outcome(check, "FAIL", str(reason))
+        return "FAIL", str(reason)
     except Exception as error:
         first_line = (str(error).strip() or "no message").splitlines()[0]
-        return Outcome(check, "FAIL", f"{type(error).__name__}: {first_line}")
+        return "FAIL", f"{type(error).__name__}: {first_line}"
 
 
 def require_cuda(device: torch.device) -> None:
@@ -137,8 +125,7 @@ def count_nan(
 
 def without_own_rows(mask: Tensor) -> Tensor:
     "The mask of padded rows that attend to nothing, as a 2-D attention mask would give."
-    padding = ~mask[:, :, -1:]  # the last row attends to every real token
-    return mask & ~padding
+    return mask & mask[:, :, -1:]  # the last row attends to every real token
 
 
 def check_kernel(device: torch.device, name: str, lengths: list[int]) -> str:
@@ -156,12 +143,12 @@ def check_kernel(device: torch.device, name: str, lengths: list[int]) -> str:
     if mask is not None:
         empty = count_nan(kernel, tensors, without_own_rows(mask))[:2]
         found += f"; with rows that attend to nothing: {empty[0]} and {empty[1]}"
-    wrong = in_output or in_gradients or not error < 0.1
-    if wrong and name == "cudnn":
+    found += f"; largest error of the output {error:.2g}"
+    if not (in_output or in_gradients) and error < 0.1:
+        return found
+    if name == "cudnn":
         return f"{found}. The language model does not use this kernel"
-    if wrong:
-        raise Failed(f"{found}; largest error of the output {error:.2g}")
-    return f"{found}; largest error of the output {error:.2g}"
+    raise Failed(found)
 
 
 # ---------------------------------------------------------------- policies
@@ -217,43 +204,37 @@ def check_ratio(device: torch.device, policy: str) -> str:
     return found
 
 
-@dataclass(frozen=True)
 class SamplingWork:
     "What the token policy samples in a check."
 
-    model: torch.nn.Module
-    inputs: PromptInputs
-    prompt_index: Tensor
-    uniforms: Tensor
-
-    @classmethod
-    def of(cls, device: torch.device, dtype: str, size: int = SIZE) -> "SamplingWork":
+    def __init__(self, device: torch.device, dtype: str, size: int = SIZE):
         wrapper = load_model(device, dtype)
-        inputs = prepare_prompts(wrapper.processor, wrapper.ar, PROMPTS, size, size)
-        index = torch.arange(len(PROMPTS), device=device).repeat_interleave(GROUP)
-        uniforms = named_uniforms([f"check|{i}" for i in range(len(index))], inputs.num_tokens)
-        return cls(wrapper.ar, inputs, index, uniforms)
+        self.model = wrapper.ar
+        self.inputs = prepare_prompts(wrapper.processor, wrapper.ar, PROMPTS, size, size)
+        self.prompt_index = torch.arange(len(PROMPTS), device=device).repeat_interleave(GROUP)
+        names = [f"check|{i}" for i in range(len(self.prompt_index))]
+        self.uniforms = named_uniforms(names, self.inputs.num_tokens)
 
     def decisions(self) -> Decisions:
         "A sampling loop as on CUDA, before its first step."
         loop = SamplingLoop(self.model, trim(self.inputs), self.prompt_index, fixed_shapes=True)
-        tokens = Decisions(loop, self.uniforms, **HOT, keep=True)
+        tokens = Decisions(loop, self.uniforms, **HOT)
         tokens.token_ids.zero_()
         return tokens
 
 
 def check_scoring(device: torch.device, dtype: str) -> str:
     "The sampling loop and one scoring pass give a token the same log-prob, up to rounding."
-    work = SamplingWork.of(device, dtype)
+    work = SamplingWork(device, dtype)
     parts = work.model, work.inputs, work.prompt_index
     sampled = sample_tokens(*parts, work.uniforms, **HOT)
     with torch.no_grad():
         scored = score_tokens(*parts, sampled.token_ids, HOT["temperature"], sampled.kept)
-    gap = logprob_gap(sampled.logprobs, scored)
+    gap = gap_numbers(scored - sampled.logprobs, "gap")
     allowed = LOOP_KL[dtype != "float32"]
-    found = f"largest gap {gap['max']:.2g}, mean {gap['mean']:.2g} nats, KL {gap['kl']:.2g}"
+    found = f"largest gap {gap['gap']:.2g}, mean {gap['gap_mean']:.2g} nats, KL {gap['gap_kl']:.2g}"
     found += f", allowed KL {allowed:.2g}"
-    if not gap["kl"] <= allowed:  # also NaN
+    if not gap["gap_kl"] <= allowed:  # also NaN
         raise Failed(found)
     return found
 
@@ -282,11 +263,7 @@ def count_launches(work: Callable[[], object]) -> int:
     return sum(event.count for event in events.key_averages() if "Launch" in event.key)
 
 
-def timed_steps(
-    work: SamplingWork,
-    recorder: Recorder,
-    launches: Callable[[Callable[[], object]], int],
-) -> tuple[Tensor, str]:
+def timed_steps(work: SamplingWork, recorder: Recorder, launches) -> tuple[Tensor, str]:
     "(tokens of all steps, milliseconds and launches per step)"
     decisions, warm_up = work.decisions(), 3
     recorder.warm_up(decisions.step, warm_up)
@@ -297,7 +274,7 @@ def timed_steps(
         for _ in range(rest):
             again()
 
-    milliseconds = 1000 * seconds_of(sample, work.prompt_index.device) / rest
+    milliseconds = 1000 * seconds_of(sample) / rest
     return decisions.token_ids, f"{milliseconds:.2f} ms and {number} launches"
 
 
@@ -320,7 +297,7 @@ def check_graph(device: torch.device) -> str:
     "A CUDA graph of the decode step samples what the eager step samples."
     require_cuda(device)
     with torch.no_grad():
-        return compare_recorders(SamplingWork.of(device, "bfloat16", 256), recorder_for(device))
+        return compare_recorders(SamplingWork(device, "bfloat16", 256), recorder_for(device))
 
 
 def count_waits(work: Callable[[], object]) -> int:
@@ -355,23 +332,19 @@ def waits_of_loop(work: SamplingWork, steps: int = 4) -> str:
 def check_waits(device: torch.device) -> str:
     require_cuda(device)
     with torch.no_grad():
-        return waits_of_loop(SamplingWork.of(device, "bfloat16"))
+        return waits_of_loop(SamplingWork(device, "bfloat16"))
 
 
 def check_memory(device: torch.device) -> str:
     "The peak counts a tensor that is gone, and a new counter forgets it (CUDA)."
     before, peak = PeakMemory(device).gigabytes(), PeakMemory(device)
-    tensor = torch.zeros(2**24, device=device)
-    size = tensor.nbytes / 1e9
-    del tensor
-    found = peak.gigabytes()
-    if device.type != "cuda":
-        if not found > 0:
-            raise Failed(f"peak {found} GB")
-        return f"peak of the process {found:.2f} GB"
-    after = PeakMemory(device).gigabytes()
-    words = f"{found - before:.3f} GB more for a tensor of {size:.3f} GB; reset to {after:.3f}"
-    if not size <= found - before < 1.1 * size or not after < found:
+    size = torch.zeros(2**24, device=device).nbytes / 1e9  # and it is gone again
+    found, after = peak.gigabytes(), PeakMemory(device).gigabytes()
+    words, right = f"peak of the process {found:.2f} GB", found > 0
+    if device.type == "cuda":
+        words = f"{found - before:.3f} GB more for a tensor of {size:.3f} GB; reset to {after:.3f}"
+        right = size <= found - before < 1.1 * size and after < found
+    if not right:
         raise Failed(words)
     return words
 
@@ -416,7 +389,7 @@ def check_offload(device: torch.device) -> str:
 
 
 def fail_alone(words: list[str]) -> None:
-    "A rank of two: it samples with cut weights, records a step on CUDA, and rank 1 fails alone."
+    "A rank of two: it samples with sharded weights, and rank 1 fails alone."
     with Ranks.start(*words) as ranks:
         model = GLMImageWrapper(MODEL, "ar", torch_dtype="bfloat16", device=ranks.device)
         ranks.shard(model)
@@ -448,35 +421,24 @@ def check_failing_rank(device: torch.device, limit: float = 180.0) -> str:
 def checks(device: torch.device) -> dict[str, Callable[[], str]]:
     "Name -> check, in the order of the table."
     found = {}
-    shapes = {"padded": [LENGTH - 10, LENGTH], "no padding": [LENGTH, LENGTH]}
-    for what, lengths in shapes.items():
+
+    def add(name, check, *given):
+        found[name] = functools.partial(check, device, *given)
+
+    for what, lengths in (("padded", [LENGTH - 10, LENGTH]), ("no padding", [LENGTH] * 2)):
         for name in KERNELS:
-            found[f"attention: {name}, {what}"] = functools.partial(
-                check_kernel, device, name, lengths
-            )
+            add(f"attention: {name}, {what}", check_kernel, name, lengths)
     for policy in ("ar", "dit"):
-        found[f"ratio 1 in bfloat16: {policy}"] = functools.partial(check_ratio, device, policy)
+        add(f"ratio 1 in bfloat16: {policy}", check_ratio, policy)
     for dtype in ("float32", "bfloat16"):
-        found[f"sampled against scored: {dtype}"] = functools.partial(check_scoring, device, dtype)
-    found["decode step: eager against CUDA graph"] = functools.partial(check_graph, device)
-    found["decode step: host waits"] = functools.partial(check_waits, device)
-    found["a training step after a failed recording"] = functools.partial(
-        check_failed_recording, device
-    )
-    found["offload to locked memory"] = functools.partial(check_offload, device)
-    found["two ranks, one fails"] = functools.partial(check_failing_rank, device)
-    found["peak memory"] = functools.partial(check_memory, device)
+        add(f"sampled against scored: {dtype}", check_scoring, dtype)
+    add("decode step: eager against CUDA graph", check_graph)
+    add("decode step: host waits", check_waits)
+    add("a training step after a failed recording", check_failed_recording)
+    add("offload to locked memory", check_offload)
+    add("two ranks, one fails", check_failing_rank)
+    add("peak memory", check_memory)
     return found
-
-
-def describe(device: torch.device) -> str:
-    "The versions and the device, for a report."
-    if device.type != "cuda":
-        return f"torch {torch.__version__}, {device}"
-    return (
-        f"torch {torch.__version__}, CUDA {torch.version.cuda}, cuDNN "
-        f"{torch.backends.cudnn.version()}, {torch.cuda.get_device_name(device)}"
-    )
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -489,16 +451,18 @@ def main(argv: list[str] | None = None) -> int:
     own = parser.parse_args(argv)
     if own.fail_alone:
         return fail_alone([own.fail_alone])
-    device = pick_device(own.device)
-    print(describe(device), flush=True)
-    verdicts = []
+    device, verdicts = pick_device(own.device), []
+    print(f"torch {torch.__version__}, {device}", flush=True)
+    if device.type == "cuda":
+        name, cudnn = torch.cuda.get_device_name(device), torch.backends.cudnn.version()
+        print(f"CUDA {torch.version.cuda}, cuDNN {cudnn}, {name}", flush=True)
     for name, check in checks(device).items():
-        outcome = judge(name, check)
-        verdicts.append(outcome.verdict)
-        print(outcome, flush=True)
-    counts = {name: verdicts.count(name) for name in ("pass", "FAIL", "skipped")}
-    print(f"{counts['pass']} passed, {counts['FAIL']} failed, {counts['skipped']} skipped")
-    return 1 if counts["FAIL"] else 0
+        verdict, found = judge(check)
+        verdicts.append(verdict)
+        print(f"{verdict:<8} {name:<44} {found}", flush=True)
+    passed, failed, skipped = map(verdicts.count, ("pass", "FAIL", "skipped"))
+    print(f"{passed} passed, {failed} failed, {skipped} skipped")
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":

@@ -24,15 +24,14 @@ BATCHES, PROMPTS, GROUP = 10, 8, 8
 OUT = "data/halves_runs/agreement.json"
 
 
-def sample(model: GLMImageWrapper, prompts: list[str], step: int):
-    "A rollout of a group for each of the next few prompts."
+def policy_gradient(model: GLMImageWrapper, reward, prompts: list[str], step: int) -> list[Tensor]:
+    "The gradient of the advantage-weighted log-probs of one batch, for each weight of the DiT."
     few = [prompts[(PROMPTS * step + i) % len(prompts)] for i in range(PROMPTS)]
     rows = [prompt for prompt in few for _ in range(GROUP)]
-    # the images of a group are made of the same tokens: only the DiT's noise differs
-    names = SampleNames.number(0, step, request_names(rows), images_per_sample=GROUP)
-    return model.generate_with_tracking(
+    rollout = model.generate_with_tracking(
         rows,
-        names=names,
+        # the images of a group are made of the same tokens: only the DiT's noise differs
+        names=SampleNames.number(0, step, request_names(rows), images_per_sample=GROUP),
         height=128,
         width=128,
         num_inference_steps=3,
@@ -41,73 +40,52 @@ def sample(model: GLMImageWrapper, prompts: list[str], step: int):
         sde_type="cps",
         score_batch_size=GROUP,
     )
-
-
-def policy_gradient(
-    model: GLMImageWrapper, rollout, rewards: Tensor, weights: list
-) -> list[Tensor]:
-    "The gradient of the advantage-weighted log-probs, for each weight."
     policy = model.policies["dit"]
     samples = policy.samples(rollout, GROUP)
-    advantages = compute_advantages(rewards, GROUP, "group")
+    advantages = compute_advantages(reward(rollout.image_tensors), GROUP, "group")
     for start in range(0, len(samples), GROUP):
-        rows = slice(start, start + GROUP)
-        for chunk in policy.chunks(samples.rows(rows)):
-            (policy.score(chunk)[:, 0] * advantages[rows]).sum().backward()
+        own = slice(start, start + GROUP)
+        for chunk in policy.chunks(samples.rows(own)):
+            (policy.score(chunk)[:, 0] * advantages[own]).sum().backward()
     gradients = []
-    for _, p in weights:
-        gradients.append(torch.zeros(p.numel()) if p.grad is None else p.grad.flatten().clone())
+    for p in model.dit.parameters():
+        if p.requires_grad:
+            gradients.append(torch.zeros(p.numel()) if p.grad is None else p.grad.flatten().clone())
     model.dit.zero_grad(set_to_none=True)
     return gradients
 
 
-def agreement(rows: Tensor) -> float:  # rows: [B, D]
-    "Mean cosine of all pairs of gradients."
+def agreement(gradients: list[list[Tensor]], indices) -> float:
+    "Mean cosine of all pairs of batches, over the weights with these numbers."
+    rows = torch.stack([torch.cat([batch[i] for i in indices]) for batch in gradients])
     unit = rows / rows.norm(dim=1, keepdim=True).clamp(min=1e-30)
     return ((unit @ unit.T).sum().item() - len(rows)) / (len(rows) * (len(rows) - 1))
-
-
-def kinds_of(weights: list) -> dict[str, list[int]]:
-    "Kind of matrix -> the numbers of its weights, those of all blocks together."
-    kinds = {}
-    for i, (name, p) in enumerate(weights):
-        if p.dim() > 1:
-            kind = re.sub(r"transformer_blocks\.\d+", "blocks", name).removesuffix(".weight")
-            kinds.setdefault(kind, []).append(i)
-    return kinds
-
-
-def measure(gradients: list[list[Tensor]], weights: list) -> dict:  # gradients: per batch
-    "The agreement of all weights together, and of each kind."
-
-    def gather(indices):
-        return torch.stack([torch.cat([batch[i] for i in indices]) for batch in gradients])
-
-    kinds = {}
-    for kind, indices in kinds_of(weights).items():
-        numbers = sum(weights[i][1].numel() for i in indices)
-        kinds[kind] = {"agreement": agreement(gather(indices)), "numbers": numbers}
-    together = agreement(gather(range(len(weights))))
-    return {"pictures": PROMPTS * GROUP, "batches": BATCHES, "all": together, "kinds": kinds}
 
 
 def main() -> None:
     torch.set_num_threads(1)
     model = GLMImageWrapper("data/tiny-glm-image", "dit", torch_dtype="float32", device="cpu")
     reward, prompts = DetailCheck("data/drawings"), read_lines("data/words/train/prompts.txt")
-    weights = [(name, p) for name, p in model.dit.named_parameters() if p.requires_grad]
     gradients = []
     for step in range(BATCHES):
-        rollout = sample(model, prompts, step)
-        rewards = reward(rollout.image_tensors)
-        gradients.append(policy_gradient(model, rollout, rewards, weights))
+        gradients.append(policy_gradient(model, reward, prompts, step))
         print(f"batch {step + 1} of {BATCHES}", flush=True)
-    found = measure(gradients, weights)
+    weights = [(name, p) for name, p in model.dit.named_parameters() if p.requires_grad]
+    kinds = {}  # kind of matrix -> the numbers of its weights, those of all blocks together
+    for i, (name, p) in enumerate(weights):
+        if p.dim() > 1:
+            kind = re.sub(r"transformer_blocks\.\d+", "blocks", name).removesuffix(".weight")
+            kinds.setdefault(kind, []).append(i)
+    together = agreement(gradients, range(len(weights)))
+    found = {"pictures": PROMPTS * GROUP, "batches": BATCHES, "all": together, "kinds": {}}
+    for kind, own in kinds.items():
+        numbers = sum(weights[i][1].numel() for i in own)
+        found["kinds"][kind] = {"agreement": agreement(gradients, own), "numbers": numbers}
     with atomic_write(OUT) as f:
         json.dump(found, f, indent=1)
     for kind, one in sorted(found["kinds"].items(), key=lambda item: -item[1]["agreement"]):
         print(f"{one['agreement']:6.3f}  {one['numbers']:8,}  {kind}")
-    print(f"{found['all']:6.3f}  all together")
+    print(f"{together:6.3f}  all together")
 
 
 if __name__ == "__main__":

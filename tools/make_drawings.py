@@ -20,24 +20,8 @@ HANDS = {
     "fluent-emoji-flat": "iconify-json-fluent-emoji-flat-1.2.6",
     "fxemoji": "iconify-json-fxemoji-1.2.2",
 }
-ICONS = {
-    "cat": "cat",
-    "dog": "dog",
-    "fish": "fish",
-    "banana": "banana",
-    "car": "automobile",
-    "sunflower": "sunflower",
-    "mushroom": "mushroom",
-    "cactus": "cactus",
-    "rocket": "rocket",
-    "umbrella": "umbrella",
-    "key": "key",
-    "snail": "snail",
-    "balloon": "balloon",
-    "strawberry": "strawberry",
-    "crown": "crown",
-    "penguin": "penguin",
-}
+OBJECTS = "cat dog fish banana car sunflower mushroom cactus rocket umbrella key snail balloon"
+OBJECTS = [*OBJECTS.split(), "strawberry", "crown", "penguin"]
 SIZE, MARGIN = 64, 3  # pixels
 SVG = (
     '<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" '
@@ -56,34 +40,26 @@ def render_icon(icons: dict, name: str) -> Image.Image:
     return drawing.crop(drawing.getbbox())
 
 
-def paste(sheet: Image.Image, drawing: Image.Image, col: int, row: int) -> None:
-    "Fit a drawing into its box, in the middle."
-    scale = (SIZE - 2 * MARGIN) / max(drawing.size)
-    drawing = drawing.resize([max(1, round(s * scale)) for s in drawing.size], Image.LANCZOS)
-    left = col * SIZE + (SIZE - drawing.width) // 2
-    top = row * SIZE + (SIZE - drawing.height) // 2
-    sheet.alpha_composite(drawing, (left, top))
-
-
-def source_of(hand: str, package: Path) -> dict:
-    "Who made a set, and under which license."
-    info = json.loads((package / "info.json").read_text())
-    known = {k: info[k] for k in ("name", "author", "license", "version") if k in info}
-    return known | {"package": f"@iconify-json/{hand}"}
-
-
 def main(packages: Path, out: Path) -> None:
-    sheet = Image.new("RGBA", (SIZE * len(ICONS), SIZE * len(HANDS)))
+    sheet = Image.new("RGBA", (SIZE * len(OBJECTS), SIZE * len(HANDS)))
     out.mkdir(parents=True, exist_ok=True)
     sources = {}
     for row, (hand, folder) in enumerate(HANDS.items()):
         package = packages / folder / "package"
-        sources[hand] = source_of(hand, package)
+        info = json.loads((package / "info.json").read_text())
+        known = {k: info[k] for k in ("name", "author", "license", "version") if k in info}
+        sources[hand] = known | {"package": f"@iconify-json/{hand}"}
         icons = json.loads((package / "icons.json").read_text())
-        for col, name in enumerate(ICONS.values()):
-            paste(sheet, render_icon(icons, name), col, row)
+        for col, name in enumerate(OBJECTS):
+            drawing = render_icon(icons, "automobile" if name == "car" else name)
+            scale = (SIZE - 2 * MARGIN) / max(drawing.size)
+            drawing = drawing.resize(
+                [max(1, round(s * scale)) for s in drawing.size], Image.LANCZOS
+            )
+            left = col * SIZE + (SIZE - drawing.width) // 2  # in the middle of its box
+            sheet.alpha_composite(drawing, (left, row * SIZE + (SIZE - drawing.height) // 2))
     sheet.save(out / "drawings.png", optimize=True)
-    note = {"size": SIZE, "objects": list(ICONS), "hands": list(HANDS), "sources": sources}
+    note = {"size": SIZE, "objects": OBJECTS, "hands": list(HANDS), "sources": sources}
     (out / "drawings.json").write_text(json.dumps(note, indent=1) + "\n")
 
 

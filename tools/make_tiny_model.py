@@ -32,7 +32,7 @@ from glm_grpo.data.scenes import EDITS, GROUNDS, PLACES, SIDE, SIGN, Drawings, E
 from glm_grpo.model import tiny_model
 from glm_grpo.model.latents import latent_statistics
 from glm_grpo.model.loading import load_pipeline
-from glm_grpo.model.sources import Source, source_cache
+from glm_grpo.model.latents import Source, source_cache
 from glm_grpo.model.tokens import prepare_prompts, upsample_tokens
 
 DRAWINGS = Drawings("data/drawings")
@@ -361,12 +361,89 @@ def train_dit(pipe, data, latents, steps, lr, seed, with_edits=False) -> list[di
     return fit_dit(pipe, next_loss, steps, lr, average=0.998)
 
 
+# The codebook
+
+
+def preview_view(
+    images: Tensor,  # [N, 3, 128, 128] in [0, 1]
+) -> Tensor:  # [N, 3, 256, 256]
+    "The image that the tokens of the preview encode: low frequencies only."
+    return F.interpolate(F.avg_pool2d(images, 4), scale_factor=8, mode="bilinear")
+
+
+def spherical_kmeans(
+    f: Tensor,  # [M, d] of length 1
+    weights: Tensor,  # [M]
+    k: int,
+    generator: torch.Generator,  # of the first centres
+    rounds: int,
+) -> Tensor:  # [k, d] of length 1
+    "k-means on directions. A centre without points moves to one of the points that fit worst."
+    first = torch.multinomial(weights, k, generator=generator, replacement=len(f) < k)
+    centres = f[first].clone()
+    for _ in range(rounds):
+        cosine, nearest = (f @ centres.T).max(1)
+        total = torch.zeros_like(centres).index_add_(0, nearest, f * weights[:, None])
+        empty = torch.zeros(k).index_add_(0, nearest, weights) == 0
+        num_empty = int(empty.sum())
+        if num_empty <= len(f):
+            total[empty] = f[cosine.topk(num_empty, largest=False).indices]
+        else:
+            total[empty] = centres[empty]
+        centres = F.normalize(total, dim=-1)
+    return centres
+
+
+@torch.no_grad()
+def fit_codebook(
+    ar: nn.Module,  # GlmImageForConditionalGeneration; its vision tower and codebook are changed
+    images: Tensor,  # [N, 3, 128, 128] in [0, 1]
+    seed: int = 0,  # of the first centres
+    rounds: int = 25,  # of k-means
+) -> float:  # mean cosine between patches and their codebook entries
+    "Set the patch embedding by PCA and the codebook by spherical k-means."
+    generator = torch.Generator().manual_seed(seed)
+    size, entries = ar.config.vq_config.embed_dim, ar.config.vq_config.num_embeddings
+    previews = torch.cat([preview_view(chunk) for chunk in images.split(64)])
+    large = torch.unique(tiny_model.patches_of(tiny_model.large_view(images)).flatten(0, 1), dim=0)
+    small = torch.unique(tiny_model.patches_of(previews).flatten(0, 1), dim=0)
+    small = small[torch.randperm(len(small), generator=generator)[: 4 * len(large)]]
+    x = torch.cat([large, small])
+    weights = torch.cat([torch.full((len(large),), 4.0), torch.ones(len(small))])
+
+    # principal components of the patches, and a constant
+    mean = x.mean(0)
+    centred = (x - mean) * weights[:, None].sqrt()
+    w, b = torch.zeros(size, x.shape[1]), torch.zeros(size)
+    w[:-1] = torch.linalg.svd(centred, full_matrices=False)[2][: size - 1]
+    b[:-1] = -(w[:-1] @ mean)
+    b[-1] = 2 * (x - mean).pow(2).sum(1).mean().sqrt()
+
+    visual, vq = ar.model.visual, ar.model.vqmodel
+    embedding = visual.patch_embed.proj
+    embedding.weight.copy_(w.view_as(embedding.weight))
+    embedding.bias.copy_(b)
+    visual.embeddings.position_embedding.weight.zero_()
+    for block in visual.blocks:
+        for layer in (block.attn.proj, block.mlp.fc2):
+            layer.weight.zero_()
+            layer.bias.zero_()
+
+    f = F.normalize(x @ w.T + b, dim=-1)
+    centres = spherical_kmeans(f, weights, entries, generator, rounds)
+    vq.quant_conv.weight.copy_(torch.eye(size)[:, :, None, None])
+    vq.quant_conv.bias.zero_()
+    vq.quantize.embedding.weight.copy_(centres)
+    cosine = (f @ centres.T).max(1).values
+    return ((cosine * weights).sum() / weights.sum()).item()
+
+
 # The two models
 
 
 def tokens_of(ar, images: list[Image.Image]) -> Tensor:  # [N, 272]: preview, then large grid
     chunks = pil_to_tensor(images).split(64)
-    views = tiny_model.preview_view, tiny_model.large_view
+    views = preview_view, tiny_model.large_view
     return torch.cat(
         [torch.cat([tiny_model.token_ids_of(ar, view(x)) for x in chunks]) for view in views], 1
     )
@@ -381,7 +458,7 @@ def make_tiny() -> tuple[GlmImagePipeline, dict]:
     print(f"drawing {len(pictures)} pictures and fitting the codebook", flush=True)
     drawn = [picture.draw() for picture in pictures]
     some = np.random.default_rng(0).permutation(len(drawn))[:3000]
-    tiny_model.fit_codebook(ar, pil_to_tensor([drawn[i] for i in some]))
+    fit_codebook(ar, pil_to_tensor([drawn[i] for i in some]))
     edits = Edits(pictures, 7)
     shown = [pictures[i].draw(word) for i, word in edits.shown]
     source_ids = []  # as the processor prepares a source

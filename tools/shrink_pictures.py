@@ -1,8 +1,8 @@
-"""Reduce the pictures in notebooks to 256 colours: about a third of their size.
+"""Reduce the images in notebooks to 256 colours: about a third of their size.
 
 python tools/shrink_pictures.py nbs/6_run/20_results.ipynb ...   (without names: all notebooks)
 
-Run it after a notebook was run. Pictures that have a palette already stay as they are.
+Run it after a notebook was run. Images that have a palette already stay as they are.
 """
 
 import base64
@@ -14,31 +14,26 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-ROOT = Path(__file__).resolve().parent.parent
+NBS = Path(__file__).resolve().parent.parent / "nbs"
 METHODS = (Image.Quantize.MEDIANCUT, Image.Quantize.FASTOCTREE)
 
 
-def with_palette(image: Image.Image) -> Image.Image:
-    "The image in 256 colours, by the method that changes it least."
-    image = image.convert("RGB")
-    pixels = np.asarray(image, dtype=float)
-    reduced = [image.quantize(256, method=m, dither=Image.Dither.NONE) for m in METHODS]
-    errors = [np.square(np.asarray(r.convert("RGB")) - pixels).mean() for r in reduced]
-    return reduced[int(np.argmin(errors))]
-
-
 def shrink_png(data: bytes) -> bytes:
-    "A PNG in 256 colours, or the same bytes where that is not smaller."
+    "By the method that changes it least; the same bytes where that is not smaller."
     image = Image.open(io.BytesIO(data))
     if image.mode == "P":
         return data
+    image = image.convert("RGB")
+    reduced = [image.quantize(256, method=m, dither=Image.Dither.NONE) for m in METHODS]
+    pixels = np.asarray(image, dtype=float)
+    errors = [np.square(np.asarray(r.convert("RGB")) - pixels).mean() for r in reduced]
     out = io.BytesIO()
-    with_palette(image).save(out, "PNG", optimize=True)
+    reduced[int(np.argmin(errors))].save(out, "PNG", optimize=True)
     return min(data, out.getvalue(), key=len)
 
 
 def shrink_notebook(path: Path) -> tuple[int, int]:
-    "Shrink the pictures of one notebook; its size in bytes before and after."
+    "Its size in bytes before and after."
     text = path.read_text(encoding="utf-8")
     notebook = json.loads(text)
     for cell in notebook["cells"]:
@@ -53,13 +48,7 @@ def shrink_notebook(path: Path) -> tuple[int, int]:
     return len(text.encode()), len(new.encode())
 
 
-def main(names: list[str]) -> None:
-    "Shrink the named notebooks, or all, and print the sizes."
-    paths = [Path(name) for name in names] or sorted((ROOT / "nbs").rglob("*.ipynb"))
-    sizes = [shrink_notebook(path) for path in paths]
-    before, after = (sum(column) / 1e6 for column in zip(*sizes))
-    print(f"{len(paths)} notebooks: {before:.2f} MB -> {after:.2f} MB")
-
-
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    paths = [Path(name) for name in sys.argv[1:]] or sorted(NBS.rglob("*.ipynb"))
+    before, after = (sum(sizes) / 1e6 for sizes in zip(*map(shrink_notebook, paths)))
+    print(f"{len(paths)} notebooks: {before:.2f} MB -> {after:.2f} MB")

@@ -13,16 +13,9 @@ import torch
 from torch import Tensor
 
 from ..maths.sde import sde_step
-from glm_grpo.model.denoise import (
-    NO_NOISE,
-    Conditions,
-    NoiseOptions,
-    denoise,
-    make_conditions,
-    predict_velocity,
-)
-from .latents import decode_latents, glyph_embeddings, schedule
-from .sources import Source
+from .denoise import NO_NOISE, Conditions, NoiseOptions
+from .denoise import denoise, make_conditions, predict_velocity
+from .latents import Source, decode_latents, glyph_embeddings, schedule
 
 # %% ../../nbs/3_model/12_decoding.ipynb #n011
 def equal_batches(
@@ -54,34 +47,22 @@ class ImageInputs:
     glyphs: dict[str, Tensor] | None = None
 
 
-def _check_inputs(parts, inputs: ImageInputs) -> None:
-    "ValueError: shapes do not match."
-    n, ids, grid = len(inputs.large_ids), inputs.large_ids, tuple(inputs.grid)
-    if ids.shape != (n, grid[0] * grid[1]) or len(inputs.prompts) != n:
-        raise ValueError(
-            f"{len(inputs.prompts)} prompts, ids of shape {tuple(ids.shape)}, "
-            f"grid {grid}: they do not match"
-        )
-
-
-def _check_ids(parts, inputs: ImageInputs) -> None:
-    "ValueError: an id is outside the codebook. Waits for the device."
-    ids = inputs.large_ids
-    codebook_size = parts.transformer.config.prior_vq_quantizer_codebook_size
-    if len(ids) and not 0 <= ids.min() <= ids.max() < codebook_size:
-        raise ValueError(f"an id outside the codebook of {codebook_size}")
-
-
 def _take(values: Tensor, rows: list[int]) -> Tensor:
     "values[rows]; all rows in order: `values` itself, which needs no wait for the device."
     return values if rows == list(range(len(values))) else values[rows]
 
 
+def _clocks(parts, inputs: ImageInputs) -> tuple[Tensor, Tensor]:
+    "Timesteps and sigmas. An image has four patches for each token."
+    num_patches = 4 * inputs.grid[0] * inputs.grid[1]
+    device = parts.transformer.device
+    return schedule(parts.scheduler, inputs.num_inference_steps, num_patches, device)
+
+
 def _batches(
     parts, inputs: ImageInputs, batch_size: int | None
 ) -> Iterator[tuple[list[int], Conditions]]:
-    "Rows of each batch, with their conditions. ValueError as `_check_inputs`."
-    _check_inputs(parts, inputs)
+    "Rows of each batch, with their conditions."
     prompts, sources = inputs.prompts, inputs.sources
     glyphs = inputs.glyphs or glyph_embeddings(parts, [*prompts, ""])
     shapes = []
@@ -100,52 +81,7 @@ def _batches(
         )
         yield rows, conditions
 
-# %% ../../nbs/3_model/12_decoding.ipynb #n019
-def _clocks(parts, inputs: ImageInputs) -> tuple[Tensor, Tensor]:
-    "Timesteps and sigmas. An image has four patches for each token."
-    num_patches = 4 * inputs.grid[0] * inputs.grid[1]
-    device = parts.transformer.device
-    return schedule(parts.scheduler, inputs.num_inference_steps, num_patches, device)
-
-
-def _check_noise(parts, inputs: ImageInputs, latents, noise, options: NoiseOptions) -> None:
-    "ValueError: the first noise, or the decisions' noise, has the wrong shape."
-    config, n = parts.transformer.config, len(inputs.large_ids)
-    height, width = (2 * config.patch_size * side for side in inputs.grid)
-    if latents.shape != (n, config.in_channels, height, width):
-        raise ValueError(
-            f"latents of shape {tuple(latents.shape)} do not fit {n} rows "
-            f"of grid {tuple(inputs.grid)}"
-        )
-    wanted = (n, len(options.decisions), config.in_channels, height, width)
-    if options.decisions and (noise is None or noise.shape != wanted):
-        raise ValueError(
-            f"{len(options.decisions)} decisions of {n} rows need noise of shape {wanted}"
-        )
-
 # %% ../../nbs/3_model/12_decoding.ipynb #n021
-def _denoise_and_keep(
-    dit, conditions, latents, clocks, noise, options: NoiseOptions, steps: range | None
-) -> dict:
-    "Denoise one batch: the last latents, and the data of each decision."
-    decided = []
-
-    def keep(step):
-        if step.index in options.decisions:
-            decided.append(step)
-
-    last = denoise(dit, conditions, latents, clocks, noise, options, keep, steps)
-    if not decided:
-        return {"latents": last}
-    return {
-        "latents": last,
-        "before": torch.stack([step.before for step in decided], 1),
-        "after": torch.stack([step.after for step in decided], 1),
-        "means": torch.stack([step.mean for step in decided], 1),
-        "log_probs": torch.stack([step.log_prob for step in decided], 1),
-    }
-
-
 @torch.no_grad()
 def sample_latents(
     parts,  # a GlmImagePipeline
@@ -162,22 +98,35 @@ def sample_latents(
     """Denoise, and keep what scoring the decisions needs.
 
     Returns latents [N, C, 4h, 4w]; with decisions also before, after, means [N, D, C, 4h, 4w] and
-    log_probs [N, D]. ValueError: shapes do not match, an id is outside the codebook.
+    log_probs [N, D]. ValueError: an id is outside the codebook.
     """
-    _check_noise(parts, inputs, latents, noise, options)
-    _check_ids(parts, inputs)
-    dit, clocks = parts.transformer, _clocks(parts, inputs)
-    n, out = len(inputs.large_ids), {}
+    dit, clocks, ids = parts.transformer, _clocks(parts, inputs), inputs.large_ids
+    codebook_size = dit.config.prior_vq_quantizer_codebook_size
+    if len(ids) and not 0 <= ids.min() <= ids.max() < codebook_size:
+        raise ValueError(f"an id outside the codebook of {codebook_size}")
+    out, decided = {}, []
+
+    def keep(step):
+        if step.index in options.decisions:
+            decided.append(step)
+
     for rows, conditions in _batches(parts, inputs, batch_size):
+        decided.clear()
         first = latents[rows].to(dit.device, torch.float32)
         of_rows = noise[rows].to(dit.device) if options.decisions else None
-        found = _denoise_and_keep(dit, conditions, first, clocks, of_rows, options, steps)
+        last = denoise(dit, conditions, first, clocks, of_rows, options, keep, steps)
+        found = {"latents": last}
+        if decided:
+            found["before"] = torch.stack([step.before for step in decided], 1)
+            found["after"] = torch.stack([step.after for step in decided], 1)
+            found["means"] = torch.stack([step.mean for step in decided], 1)
+            found["log_probs"] = torch.stack([step.log_prob for step in decided], 1)
         for name, value in found.items():
             if name not in out:
-                out[name] = value.new_empty(n, *value.shape[1:])
+                out[name] = value.new_empty(len(ids), *value.shape[1:])
             out[name][rows] = value
         if on_rows:
-            on_rows(rows, found["latents"])
+            on_rows(rows, last)
     return out
 
 # %% ../../nbs/3_model/12_decoding.ipynb #n024
@@ -203,7 +152,7 @@ def score_latents(
 ) -> tuple[Tensor, Tensor, Tensor]:  # log_probs [N, D]; means, velocities [N, D, C, 4h, 4w]
     """Log-prob of each decision under the current DiT, with a gradient where it is enabled.
 
-    Flow-GRPO, arXiv 2505.05470, equations 8 and 9. ValueError: shapes do not match.
+    Flow-GRPO, arXiv 2505.05470, equations 8 and 9.
     """
     dit = parts.transformer
     timesteps, sigmas = _clocks(parts, inputs)

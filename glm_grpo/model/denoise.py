@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from ..maths.sde import sde_step
-from .latents import size_conditions
-from .sources import Source, source_cache
+from .latents import Source, size_conditions, source_cache
 from .tokens import upsample_tokens
 
 # %% ../../nbs/3_model/11_denoise.ipynb #n008

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['read_settings', 'check_model_index', 'check_model_folder', 'pick_device', 'pick_dtype', 'quiet', 'is_hub_id',
-           'download_model', 'load_pipeline']
+           'download_model', 'load_pipeline', 'load_prompt_parts', 'shard_like']
 
 # %% ../../nbs/3_model/08_loading.ipynb #n003
 import contextlib
@@ -13,8 +13,10 @@ import re
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
+from torch import Tensor
 
 from ..data.basics import UserError, bundled
 
@@ -59,17 +61,13 @@ def check_model_folder(
 ) -> None:
     "Look at a model's files without loading them. UserError: the first that is missing or wrong."
     folder = Path(folder)
-    if not folder.is_dir():
-        raise UserError(
-            f"{folder}: no such folder. Give the folder of a GLM-Image (data/tiny-glm-image comes "
-            "with the package, other models under data/ only with the repository) or a hub id "
-            "(zai-org/GLM-Image) as model.name."
-        )
     index = folder / "model_index.json"
     if not index.is_file():
+        what = "no model, model_index.json is missing" if folder.is_dir() else "no such folder"
         raise UserError(
-            f"{folder}: no model, model_index.json is missing. "
-            "Give the folder that holds it, beside vision_language_encoder and transformer."
+            f"{folder}: {what}. Give the folder that holds it, beside vision_language_encoder and "
+            "transformer (data/tiny-glm-image comes with the package, other models under data/ "
+            "only with the repository), or a hub id (zai-org/GLM-Image) as model.name."
         )
     check_model_index(index, folder)
     for part, keys in _PARTS.items():
@@ -84,9 +82,9 @@ def check_model_folder(
         read_settings(file)  # a broken generation_config.json is ignored by transformers
 
 
-# Parts with weights, and the keys of their settings that this project reads.
+# Parts with weights, and settings without which the libraries would build a published size.
 _PARTS = {
-    "vision_language_encoder": ["model_type"],
+    "vision_language_encoder": ["text_config", "vision_config", "vq_config"],
     "text_encoder": ["model_type"],
     "transformer": ["_class_name", "num_layers"],
     "vae": ["_class_name", "block_out_channels"],
@@ -101,46 +99,31 @@ def pick_device(
     device_map: str | torch.device | None = None,
 ) -> torch.device:  # a CUDA device with its number: the same one in every thread
     "The device to use. UserError: an unknown name, or a device that does not exist."
-    device = _device_of_map(device, device_map)
+    if device_map not in (None, "auto"):
+        if device is not None and str(device) != str(device_map):
+            raise UserError(f"device '{device}' and device_map '{device_map}' differ. Give one.")
+        device = device_map
     there = {
-        "cuda": torch.cuda.is_available(),
-        "mps": torch.backends.mps.is_available(),
-        "cpu": True,
+        "cuda": torch.cuda.device_count() if torch.cuda.is_available() else 0,
+        "mps": int(torch.backends.mps.is_available()),
+        "cpu": 1,
     }
-    best = next(kind for kind, available in there.items() if available)
+    name = device or next(kind for kind, number in there.items() if number)
     try:
-        device = torch.device(device or best)
-    except RuntimeError:
-        raise UserError(f"device '{device}': unknown. Take cuda, cuda:1, mps or cpu.") from None
-    found = there.get(device.type, False)
-    if found and device.type == "cuda":
-        if device.index is None:
-            device = torch.device("cuda", torch.cuda.current_device())
-        found = device.index < torch.cuda.device_count()
-    if not found:
+        device = torch.device(name)
+    except (RuntimeError, TypeError):
+        raise UserError(
+            f"device '{name}': unknown. Take cuda, cuda:1, mps or cpu. The model is not spread "
+            "over devices. Give one device; offload=True and training.shard save memory on it."
+        ) from None
+    if (device.index or 0) >= there.get(device.type, 0):
         raise UserError(
             f"device '{device}': not on this machine. "
             "Leave model.device out to take the best that there is."
         )
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
     return device
-
-
-def _device_of_map(device, device_map):
-    "The device of a device map. UserError: it spreads the model, or differs from `device`."
-    if device_map is None or device_map == "auto":
-        return device
-    if not isinstance(device_map, (str, torch.device)) or device_map in _SPREADING:
-        raise UserError(
-            f"device_map {device_map}: the model is not spread over devices. Give one device "
-            "(cuda:0), or leave it out; offload=True keeps the idle half in the host's memory, "
-            "and the option training.shard cuts the weights over several processes."
-        )
-    if device is not None and str(device) != str(device_map):
-        raise UserError(f"device '{device}' and device_map '{device_map}' differ. Give one.")
-    return device_map
-
-
-_SPREADING = ("balanced", "balanced_low_0", "sequential")
 
 # %% ../../nbs/3_model/08_loading.ipynb #n020
 def pick_dtype(
@@ -275,3 +258,38 @@ def load_pipeline(
         if isinstance(part, torch.nn.Module):
             part.eval().requires_grad_(False)
     return pipe
+
+# %% ../../nbs/3_model/08_loading.ipynb #n029c
+def load_prompt_parts(
+    folder: str | Path,  # of a model
+) -> SimpleNamespace:  # processor, ar: with its `config`
+    "What laying out prompts needs, without weights. UserError: it does not load."
+    from transformers import GlmImageConfig, GlmImageProcessor
+
+    read_settings(Path(folder, "vision_language_encoder/config.json"), "text_config")
+    options = {"local_files_only": True, "trust_remote_code": False}
+    loaded = []
+    for kind, part in (
+        (GlmImageProcessor, "processor"),
+        (GlmImageConfig, "vision_language_encoder"),
+    ):
+        try:
+            loaded.append(kind.from_pretrained(Path(folder, part), **options))
+        except Exception as error:
+            raise UserError(
+                f"{folder}/{part}: its files do not load ({_cause(error)}). {_AGAIN}"
+            ) from error
+    return SimpleNamespace(processor=loaded[0], ar=SimpleNamespace(config=loaded[1]))
+
+# %% ../../nbs/3_model/08_loading.ipynb #n029f
+def shard_like(
+    tensor: Tensor,  # full; every rank has all of it, so nothing is sent
+    like: Tensor,  # of the same shape, perhaps sharded: one slice per rank (a DTensor)
+) -> Tensor:
+    "A tensor from a file, sharded as the one that it goes into."
+    if not hasattr(like, "placements"):
+        return tensor
+    from torch.distributed.tensor import distribute_tensor
+
+    mesh, placements = like.device_mesh, like.placements
+    return distribute_tensor(tensor.to(like.device), mesh, placements, src_data_rank=None)

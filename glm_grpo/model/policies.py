@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..data.basics import UserError, patch_to
+from ..data.basics import UserError
 from ..data.rollout import Policy, Rollout, Samples, per_row
 from ..maths.sde import gaussian_kl, ratio_norm, step_coefficients, velocity_mse
 from .denoise import NO_NOISE, NoiseOptions
@@ -88,13 +88,9 @@ class ARPolicy(Policy):
 
     def samples(self, rollout, group_rows):
         per_sample = rollout.images_per_sample
-        first_images = rollout.rows(slice(None, None, per_sample))
-        return Samples(
-            first_images,
-            first_images.token_logprobs,
-            group_rows // per_sample,
-            sampling_logprobs=first_images.sampling_logprobs,
-        )
+        first = rollout.rows(slice(None, None, per_sample))  # the first image of each sample
+        old, sampling = first.token_logprobs, first.sampling_logprobs
+        return Samples(first, old, group_rows // per_sample, sampling_logprobs=sampling)
 
     def score(self, samples):
         return self.model.compute_token_logprobs(samples.rollout)
@@ -102,11 +98,8 @@ class ARPolicy(Policy):
     def lay_out(self, rollout, values):
         grids = rollout.tokens.grids
         names = ("preview", "large")[-len(grids) :]
-        sizes = [h * w for h, w in grids]
-        panels = []
-        for name, (h, w), part in zip(names, grids, values.split(sizes)):
-            panels.append((f"tokens of the {name} grid", part.view(h, w)))
-        return panels
+        parts = zip(names, grids, values.split([h * w for h, w in grids]))
+        return [(f"tokens of the {name} grid", part.view(h, w)) for name, (h, w), part in parts]
 
 # %% ../../nbs/3_model/17_policies.ipynb #n027
 class DiTPolicy(Policy):
@@ -134,6 +127,32 @@ class DiTPolicy(Policy):
         logprobs, means, _ = self.model.score_denoising(samples.rollout)
         return _normalised(samples, logprobs, means)
 
+    def score_with_reference(self, samples, reference, kl):
+        with torch.no_grad(), reference():
+            _, ref_means, ref_velocities = self.model.score_denoising(samples.rollout)
+        logprobs, means, velocities = self.model.score_denoising(samples.rollout)
+        distances = []
+        for j, std in enumerate(samples.rollout.denoising.stds()):
+            if kl == "gaussian":
+                distances.append(gaussian_kl(means[:, j], ref_means[:, j], std))
+            else:
+                distances.append(velocity_mse(velocities[:, j], ref_velocities[:, j]))
+        return _normalised(samples, logprobs, means), {"kl": torch.stack(distances, 1)}
+
+    def chunks(self, samples: Samples) -> Iterator[Samples]:
+        "Chunks of one decision each: only the activations of one step are kept at a time."
+        denoising, advantages = samples.rollout.denoising, samples.advantages
+        for j in range(len(denoising.decisions)):
+            own = advantages
+            if advantages is not None and advantages.dim() == 2:
+                own = advantages[:, j : j + 1]
+            yield replace(
+                samples,
+                rollout=replace(samples.rollout, denoising=denoising.decision(j)),
+                old_logprobs=samples.old_logprobs[:, j : j + 1],
+                advantages=own,
+            )
+
     def lay_out(self, rollout: Rollout, values: Tensor):
         steps = ", ".join(map(str, rollout.denoising.decisions))
         return [(f"denoising steps {steps}", values[None])]
@@ -150,36 +169,3 @@ def _normalised(samples: Samples, logprobs: Tensor, means: Tensor) -> Tensor:
         noise = (denoising.latents_after[:, j] - old_mean) / std
         log_ratios.append(ratio_norm(noise, means[:, j], old_mean))
     return samples.old_logprobs + torch.stack(log_ratios, 1)
-
-# %% ../../nbs/3_model/17_policies.ipynb #n033
-@patch_to(DiTPolicy)
-def score_with_reference(self, samples, reference, kl):
-    with torch.no_grad(), reference():
-        _, ref_means, ref_velocities = self.model.score_denoising(samples.rollout)
-    logprobs, means, velocities = self.model.score_denoising(samples.rollout)
-    distances = []
-    for j, std in enumerate(samples.rollout.denoising.stds()):
-        if kl == "gaussian":
-            distances.append(gaussian_kl(means[:, j], ref_means[:, j], std))
-        else:
-            distances.append(velocity_mse(velocities[:, j], ref_velocities[:, j]))
-    return _normalised(samples, logprobs, means), {"kl": torch.stack(distances, 1)}
-
-# %% ../../nbs/3_model/17_policies.ipynb #n040
-@patch_to(DiTPolicy)
-def chunks(self, samples: Samples) -> Iterator[Samples]:
-    "Chunks of one decision each: only the activations of one step are kept at a time."
-    for j in range(len(samples.rollout.denoising.decisions)):
-        yield _one_decision(samples, j)
-
-
-def _one_decision(samples: Samples, j: int) -> Samples:
-    rollout, advantages = samples.rollout, samples.advantages
-    if advantages is not None and advantages.dim() == 2:
-        advantages = advantages[:, j : j + 1]
-    return replace(
-        samples,
-        rollout=replace(rollout, denoising=rollout.denoising.decision(j)),
-        old_logprobs=samples.old_logprobs[:, j : j + 1],
-        advantages=advantages,
-    )

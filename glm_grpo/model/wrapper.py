@@ -12,29 +12,81 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from ..data.basics import UserError, patch_to
-from ..data.rollout import Rollout, RolloutOptions, SampleNames
-from .adapters import LoraOptions, add_lora, choose_lora
+from ..data.basics import UserError
+from ..data.rollout import Rollout, RolloutOptions, SampleNames, request_names
+from .adapters import LoraOptions, add_lora, choose_lora, load_halves, save_halves
 from .decoding import sample_latents
 from .latents import decode_latents
 from .loading import load_pipeline, pick_device, pick_dtype, quiet
-from .memory import Offload, checkpointing, require_full_weights
-from .memory import shard_halves, trainable_parts
-from .padding import masked_attention
+from .memory import Offload, checkpointing, shard_halves, trainable_parts
 from .policies import ARPolicy, DiTPolicy
-from .requests import ImageRequest, check_sources, complete_options
-from .requests import image_defaults, number_rows
-from .rollouts import RolloutSampler, image_inputs
+from .rollouts import ImageRequest, RolloutSampler, check_sources, complete_options
+from .rollouts import image_defaults, image_inputs
 from .rollouts import score_denoising_decisions, score_token_decisions
-from .saving import load_halves, save_halves
+from .tokens import masked_attention
 
 # %% ../../nbs/3_model/21_wrapper.ipynb #n024
 COMPONENTS = {"ar": ["ar"], "dit": ["dit"], "both": ["ar", "dit"]}
 POLICIES = {"ar": ARPolicy, "dit": DiTPolicy}
 
 
+def _choose_weights(model, lora) -> None:
+    "Adapters, or all weights of the language model and of the DiT."
+    model.lora, model.adapters = choose_lora(lora, model.halves), {}
+    for half, module in model.halves.items():
+        if model.lora:
+            adapted = add_lora(module, model.lora, model.seed, half)
+            adapted.peft_config["default"].base_model_name_or_path = model.name
+            model.adapters[half] = adapted
+        else:
+            for part in trainable_parts(half, module):
+                part.requires_grad_(True)
+
+
+def _enable_checkpointing(model) -> None:
+    # for the forward pass, which has it already, and for the repetition of a layer
+    options = {"context_fn": lambda: (contextlib.nullcontext(), masked_attention())}
+    with quiet():
+        model.ar.gradient_checkpointing_enable(
+            {"use_reentrant": False, "preserve_rng_state": False, **options}
+        )
+    model.dit.enable_gradient_checkpointing()
+
+
+@torch.no_grad()
+def _sample(model, prompts, images, size, seed, names, options, changes, **rest) -> Rollout:
+    "`generate_with_tracking`: what is not given is the model's own."
+    prompts = [prompts] if isinstance(prompts, str) else list(prompts)
+    images, own = check_sources(prompts, images), model.image_defaults
+    if names is None:
+        seed = model.seed if seed is None else seed
+        images_per_sample = {"ar": 1, "dit": len(prompts), "both": 2}[model.component]
+        names = SampleNames.number(seed, 0, request_names(prompts, images), images_per_sample)
+    options = complete_options(options, changes, model.pipe)
+    height, width = size[0] or own["height"], size[1] or own["width"]
+    request = ImageRequest(prompts, images, height, width, names, options, **rest)
+    return RolloutSampler(model, request).sample()
+
+
+def _refuse_mask(method, mask, batch_size=None):
+    "UserError: a mask is given, by name or by place."
+    if mask is not None or torch.is_tensor(batch_size):
+        fix = f"a rollout has its own masks: call {method}(rollout) without one."
+        raise UserError(f"attention_mask: {fix}")
+
+
+@torch.no_grad()
+def _decode(model, rollout, batch_size) -> Tensor:
+    model.wake("dit")
+    latents = rollout.denoising.latents
+    if latents is None:
+        inputs, noise = image_inputs(rollout), rollout.initial_latents
+        latents = sample_latents(model.pipe, inputs, noise, batch_size=batch_size)["latents"]
+    return decode_latents(model.pipe, latents).cpu()
+
+# %% ../../nbs/3_model/21_wrapper.ipynb #n025
 class GLMImageWrapper:
     "A GLM-Image whose token policy, denoising policy or both train."
 
@@ -68,220 +120,119 @@ class GLMImageWrapper:
         self.image_defaults = image_defaults(self.pipe)
         models = {"ar": self.ar, "dit": self.dit}
         self.halves = {half: models[half] for half in COMPONENTS[component]}
-        self._choose_weights(lora)
-        self._enable_checkpointing(gradient_checkpointing)
+        _choose_weights(self, lora)
+        self.num_parameters = sum(p.numel() for m in self.halves.values() for p in m.parameters())
+        self.gradient_checkpointing = gradient_checkpointing
+        if gradient_checkpointing:
+            _enable_checkpointing(self)
         rest = (self.pipe.vae, self.pipe.text_encoder)
         self.offload = Offload(models if offload else {}, self.device, rest)
         if isinstance(lora, (str, Path)):
             self.load_adapter(lora)
+        self.dit_decides = "dit" in self.halves  # whether the denoising policy trains
         self.policies = {half: POLICIES[half](self) for half in self.halves}
 
-    @property
-    def dit_decides(self) -> bool:
-        "Whether the denoising policy trains."
-        return "dit" in self.halves
+    def generate_with_tracking(  # noqa: PLR0913  the public interface
+        self,
+        prompts: str | list[str],  # N, one image each: repeat a prompt for a group
+        # image to image: N PIL images, or N lists of them, as many in each
+        images: list | None = None,
+        *,
+        height: int | None = None,  # pixels, a multiple of 32; None: the model's own
+        width: int | None = None,
+        seed: int | str | None = None,  # None: the wrapper's
+        names: SampleNames | None = None,  # of the noise of each row; None: derived from the seed
+        # rows scored at a time; with the trainer's micro-batch ratios are exactly 1 in bf16, too
+        score_batch_size: int | None = None,
+        decode: bool = True,  # False: no images
+        score: bool = True,  # False: no log-probs of the tokens, which an evaluation does not use
+        # called with (rows, images [n, 3, H, W]) as soon as a batch of images is done
+        on_images: Callable[[list[int], Tensor], None] | None = None,
+        options: RolloutOptions | None = None,
+        # fields of RolloutOptions: num_inference_steps, guidance_scale, temperature, top_p,
+        # noise_level, sde_type, window...; what is not given is the model's own
+        **changes,
+    ) -> Rollout:
+        "Sample tokens, make images of those tokens, score both. UserError: sizes do not fit."
+        how = {"score_batch_size": score_batch_size, "decode": decode, "score": score}
+        given = prompts, images, (height, width), seed, names, options, changes
+        return _sample(self, *given, on_images=on_images, **how)
 
-# %% ../../nbs/3_model/21_wrapper.ipynb #n025
-@patch_to(GLMImageWrapper)
-def _choose_weights(self, lora):
-    "Adapters, or all weights of the language model and of the DiT."
-    self.lora, self.adapters = choose_lora(lora, self.halves), {}
-    for half, model in self.halves.items():
-        if self.lora:
-            adapted = add_lora(model, self.lora, self.seed, half)
-            adapted.peft_config["default"].base_model_name_or_path = self.name
-            self.adapters[half] = adapted
-        else:
-            for part in trainable_parts(half, model):
-                part.requires_grad_(True)
-    self.num_parameters = sum(p.numel() for m in self.halves.values() for p in m.parameters())
+    def compute_token_logprobs(
+        self,
+        rollout: Rollout,
+        batch_size: int | None = None,  # rows at a time; None: all
+        attention_mask=None,  # refused: a rollout has its own masks
+    ) -> Tensor:  # [N, T] float32, with a gradient where gradients are enabled
+        "Log-prob of each sampled token under the current model. UserError: an attention_mask."
+        _refuse_mask("compute_token_logprobs", attention_mask, batch_size)
+        self.wake("ar")
+        with checkpointing(self.ar.model.language_model.layers, self.gradient_checkpointing):
+            return score_token_decisions(self.ar, rollout, batch_size)
 
+    def compute_sequence_logprobs(self, rollout: Rollout, attention_mask=None) -> Tensor:  # [N]
+        "Mean over the tokens, float32. UserError: an attention_mask, which a rollout has itself."
+        _refuse_mask("compute_sequence_logprobs", attention_mask)
+        return self.compute_token_logprobs(rollout).mean(1)
 
-@patch_to(GLMImageWrapper)
-def _enable_checkpointing(self, enabled):
-    self.gradient_checkpointing = enabled
-    if enabled:
-        with quiet():
-            options = {"use_reentrant": False, "preserve_rng_state": False}
-            # for the forward pass, which has it already, and for the repetition of a layer
-            options["context_fn"] = lambda: (contextlib.nullcontext(), masked_attention())
-            self.ar.gradient_checkpointing_enable(options)
-        self.dit.enable_gradient_checkpointing()
+    def score_denoising(self, rollout: Rollout) -> tuple[Tensor, Tensor, Tensor]:
+        "Log-probs [N, D], means, velocities [N, D, C, h, w] of the decisions. UserError: none."
+        self.wake("dit")
+        return score_denoising_decisions(self.pipe, rollout)
 
-# %% ../../nbs/3_model/21_wrapper.ipynb #n026
-@patch_to(GLMImageWrapper)
-def get_trainable_parameters(
-    self,
-    half: str | None = None,  # "ar", "dit", or None: all
-) -> list[torch.nn.Parameter]:
-    "The parameters that the optimizer changes."
-    found = []
-    for name, model in self.halves.items():
-        if half in (None, name):
-            found += [p for p in model.parameters() if p.requires_grad]
-    return found
+    def compute_denoising_logprobs(self, rollout: Rollout) -> Tensor:  # [N, D] float32
+        "Log-prob (mean over the latents) of each denoising decision, see `score_denoising`."
+        return self.score_denoising(rollout)[0]
 
+    def decode(self, rollout: Rollout, batch_size: int | None = None) -> Tensor:
+        "Images [N, 3, H, W] in [0, 1]: from the last latents if the DiT trains, else from tokens."
+        return _decode(self, rollout, batch_size)
 
-@patch_to(GLMImageWrapper)
-def parameters(self) -> Iterator[torch.nn.Parameter]:
-    "All weights of both halves, frozen ones as well."
-    return itertools.chain(self.ar.parameters(), self.dit.parameters())
+    def get_trainable_parameters(self, half: str | None = None) -> list[nn.Parameter]:
+        "The parameters that the optimizer changes: of a half, or of all."
+        chosen = [m.parameters() for name, m in self.halves.items() if half in (None, name)]
+        return [p for p in itertools.chain(*chosen) if p.requires_grad]
 
+    def parameters(self) -> Iterator[nn.Parameter]:
+        "All weights of both halves, frozen ones as well."
+        return itertools.chain(self.ar.parameters(), self.dit.parameters())
 
-@patch_to(GLMImageWrapper)
-def train(self, mode: bool = True) -> GLMImageWrapper:
-    "Changes nothing: a layer that trains as another function than it samples moves the ratio."
-    return self
+    def train(self, mode: bool = True) -> "GLMImageWrapper":
+        "Changes nothing: a layer that trains as another function than it samples moves the ratio."
+        return self
 
+    def wake(self, half: str) -> None:
+        "With offload: move this half's frozen weights to the device, and the other's to the host."
+        self.offload.wake(half)
 
-@patch_to(GLMImageWrapper)
-def wake(self, half: str) -> None:
-    "With offload: move this half's frozen weights to the device, and the other's to the host."
-    self.offload.wake(half)
+    @contextlib.contextmanager
+    def reference(self) -> Iterator[None]:
+        "Inside, the model is the one before training: adapters off. UserError with full weights."
+        if not self.adapters:
+            fix = "train with LoRA (model.lora true), or set reward.grpo.beta to 0."
+            raise UserError(f"the reference policy is the model without its adapters: {fix}")
+        with contextlib.ExitStack() as off:
+            for adapted in self.adapters.values():
+                off.enter_context(adapted.disable_adapter())
+            yield
 
+    def save_pretrained(self, folder: str | Path, weights: dict[str, dict] | None = None) -> None:
+        "Save what trains, in PEFT's format or as full weights. `weights`: of a sharded model."
+        save_halves(self, folder, weights)
 
-@patch_to(GLMImageWrapper)
-def __repr__(self):
-    trained = sum(p.numel() for p in self.get_trainable_parameters())
-    how = f"LoRA of rank {self.lora.rank}" if self.lora else "full weights"
-    counts = f"{trained:,} of {self.num_parameters:,} parameters train"
-    where = f"{str(self.dtype)[6:]} on {self.device}"
-    return f"GLMImageWrapper({self.name}, {self.component}, {how}: {counts}, {where})"
+    def load_adapter(self, folder: str | Path) -> None:
+        "Load weights that `save_pretrained` wrote. UserError: another folder, size or alpha."
+        load_halves(self, folder)
 
-# %% ../../nbs/3_model/21_wrapper.ipynb #n029
-@patch_to(GLMImageWrapper)
-@torch.no_grad()
-def generate_with_tracking(  # noqa: PLR0913  the public interface
-    self,
-    prompts: str | list[str],  # N, one image each: repeat a prompt for a group
-    # image to image: N PIL images, or N lists of them, as many in each
-    images: list | None = None,
-    *,
-    height: int | None = None,  # pixels, a multiple of 32; None: the model's own
-    width: int | None = None,
-    seed: int | str | None = None,  # None: the wrapper's
-    names: SampleNames | None = None,  # of the noise of each row; None: derived from the seed
-    # rows scored at a time; with the trainer's micro-batch ratios are exactly 1 in bf16, too
-    score_batch_size: int | None = None,
-    decode: bool = True,  # False: no images
-    score: bool = True,  # False: no log-probs of the tokens, which an evaluation does not use
-    # called with (rows, images [n, 3, H, W]) as soon as a batch of images is done
-    on_images: Callable[[list[int], Tensor], None] | None = None,
-    options: RolloutOptions | None = None,
-    # fields of RolloutOptions: num_inference_steps, guidance_scale, temperature, top_p,
-    # noise_level, sde_type, window...; what is not given is the model's own
-    **changes,
-) -> Rollout:
-    "Sample tokens, make images of those tokens, score both. UserError: sizes do not fit."
-    prompts = [prompts] if isinstance(prompts, str) else list(prompts)
-    images = check_sources(prompts, images)
-    own = self.image_defaults
-    height, width = height or own["height"], width or own["width"]
-    if names is None:
-        seed = self.seed if seed is None else seed
-        names = number_rows(seed, prompts, images, self.component)
-    options = complete_options(options, changes, self.pipe)
-    noise_and_options = names, options, score_batch_size, decode, on_images, score
-    request = ImageRequest(prompts, images, height, width, *noise_and_options)
-    return RolloutSampler(self, request).sample()
+    def shard(self, mesh: "torch.distributed.device_mesh.DeviceMesh") -> dict[nn.Module, bool]:
+        "Shard the weights that train over ranks, see `shard_halves`. UserError with LoRA."
+        if self.adapters:
+            raise UserError("LoRA is not sharded: set model.lora false, or training.shard false")
+        return shard_halves(self.halves, mesh)
 
-# %% ../../nbs/3_model/21_wrapper.ipynb #n031
-def _refuse_mask(method, mask, batch_size=None):
-    "UserError: a mask is given, by name or by place."
-    if mask is not None or torch.is_tensor(batch_size):
-        fix = f"a rollout has its own masks: call {method}(rollout) without one."
-        raise UserError(f"attention_mask: {fix}")
-
-
-@patch_to(GLMImageWrapper)
-def compute_token_logprobs(
-    self,
-    rollout: Rollout,
-    batch_size: int | None = None,  # rows at a time; None: all
-    attention_mask=None,  # refused: a rollout has its own masks
-) -> Tensor:  # [N, T] float32, with a gradient where gradients are enabled
-    "Log-prob of each sampled token under the current model. UserError: an attention_mask."
-    _refuse_mask("compute_token_logprobs", attention_mask, batch_size)
-    self.wake("ar")
-    with checkpointing(self.ar.model.language_model.layers, self.gradient_checkpointing):
-        return score_token_decisions(self.ar, rollout, batch_size)
-
-
-@patch_to(GLMImageWrapper)
-def compute_sequence_logprobs(self, rollout: Rollout, attention_mask=None) -> Tensor:  # [N]
-    "Mean over the tokens, float32. UserError: an attention_mask, which a rollout does not need."
-    _refuse_mask("compute_sequence_logprobs", attention_mask)
-    return self.compute_token_logprobs(rollout).mean(1)
-
-
-@patch_to(GLMImageWrapper)
-def score_denoising(
-    self,
-    rollout: Rollout,
-) -> tuple[Tensor, Tensor, Tensor]:  # log-probs [N, D]; means, velocities [N, D, C, h, w]
-    "Score the denoising decisions under the current DiT. UserError: there are none."
-    self.wake("dit")
-    return score_denoising_decisions(self.pipe, rollout)
-
-
-@patch_to(GLMImageWrapper)
-def compute_denoising_logprobs(self, rollout: Rollout) -> Tensor:  # [N, D] float32
-    "Log-prob (mean over the latents) of each denoising decision, see `score_denoising`."
-    return self.score_denoising(rollout)[0]
-
-# %% ../../nbs/3_model/21_wrapper.ipynb #n039
-@patch_to(GLMImageWrapper)
-@torch.no_grad()
-def decode(
-    self,
-    rollout: Rollout,
-    batch_size: int | None = None,  # images at a time
-) -> Tensor:  # [N, 3, H, W] float32 in [0, 1], on the CPU
-    "The images of a rollout: from its last latents if the DiT trains, else from its tokens."
-    self.wake("dit")
-    latents = rollout.denoising.latents
-    if latents is None:
-        inputs, noise = image_inputs(rollout), rollout.initial_latents
-        latents = sample_latents(self.pipe, inputs, noise, batch_size=batch_size)["latents"]
-    return decode_latents(self.pipe, latents).cpu()
-
-# %% ../../nbs/3_model/21_wrapper.ipynb #n044
-@patch_to(GLMImageWrapper)
-@contextlib.contextmanager
-def reference(self) -> Iterator[None]:
-    "Inside, the model is the one before training: adapters off. UserError with full weights."
-    if not self.adapters:
-        raise UserError(
-            "the reference policy is the model without its adapters: train with LoRA "
-            "(model.lora true), or set reward.grpo.beta to 0."
-        )
-    with contextlib.ExitStack() as off:
-        for adapted in self.adapters.values():
-            off.enter_context(adapted.disable_adapter())
-        yield
-
-# %% ../../nbs/3_model/21_wrapper.ipynb #n052
-@patch_to(GLMImageWrapper)
-def save_pretrained(
-    self,
-    folder: str | Path,  # replaced completely, or not at all
-    weights: dict[str, dict] | None = None,  # half -> whole state dict, of a model that is cut
-) -> None:
-    "Save what trains: an adapter in PEFT's format, or full weights. See `save_halves`."
-    save_halves(self, folder, weights)
-
-
-@patch_to(GLMImageWrapper)
-def load_adapter(self, folder: str | Path) -> None:
-    "Load weights that `save_pretrained` wrote. UserError: another folder, size or alpha."
-    load_halves(self, folder)
-
-
-@patch_to(GLMImageWrapper)
-def shard(
-    self,
-    mesh: "torch.distributed.device_mesh.DeviceMesh",  # one dimension: the ranks
-) -> dict[torch.nn.Module, bool]:  # module -> whether its weights are gathered in each pass
-    "Cut the weights that train into slices, see `shard_halves`. UserError with LoRA."
-    require_full_weights(self.adapters)
-    return shard_halves(self.halves, mesh)
+    def __repr__(self):
+        trained = sum(p.numel() for p in self.get_trainable_parameters())
+        how = f"LoRA of rank {self.lora.rank}" if self.lora else "full weights"
+        counts = f"{trained:,} of {self.num_parameters:,} parameters train"
+        where = f"{str(self.dtype)[6:]} on {self.device}"
+        return f"GLMImageWrapper({self.name}, {self.component}, {how}: {counts}, {where})"

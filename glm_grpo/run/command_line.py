@@ -35,8 +35,8 @@ from glm_grpo.data.options import (
 from ..rewards.registry import METRICS, functions_of_others
 from ..rewards.remote import TOKEN
 from .config import RENAMED, Config, to_yaml, translate
-from ..training.checkpoint_folder import find_checkpoint, run_folder
-from ..training.console import statuses_help, steady_output, take_debug, tell_end
+from ..training.checkpoints import find_checkpoint, run_folder
+from ..training.interrupts import STATUSES, steady_output, take_debug, tell_end
 from ..training.interrupts import Interrupts
 from ..training.ranks import end_alone
 
@@ -144,7 +144,7 @@ def option_parser(prog: str = TRAIN) -> ArgumentParser:
         prog=prog,
         usage="%(prog)s [--config FILE] [--resume CHECKPOINT] [--section.option VALUE ...]",
         description=texts[0],
-        epilog="\n\n".join([*texts[1:], statuses_help(), metrics_help()]),
+        epilog="\n\n".join([*texts[1:], STATUSES, metrics_help()]),
         formatter_class=KeepLines,
         exit_on_error=False,
         allow_abbrev=False,

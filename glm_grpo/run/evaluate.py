@@ -27,9 +27,9 @@ from .alarms import prompts_label
 from .config import Config, image_height_width
 from .evaluation import evaluate_config, write_eval
 from .report import before_after_grid, write_page
-from ..training.checkpoint_folder import find_checkpoint, read_note, run_folder
+from ..training.checkpoints import find_checkpoint, read_note, run_folder
 from ..training.checkpoints import differences
-from ..training.console import statuses_help
+from ..training.interrupts import STATUSES
 from ..training.figures import save_figure
 from ..training.ranks import Ranks
 
@@ -59,7 +59,7 @@ def help_text() -> str:
     lines = [f"usage: {PROGRAM} [--checkpoint FOLDER] [--section.option VALUE ...]", ""]
     for name, text in OWN.items():
         lines.append(textwrap.fill(f"--{name}: {text}", 100, subsequent_indent="    "))
-    texts = [textwrap.fill(MORE_HELP, 100), statuses_help(), metrics_help()]
+    texts = [textwrap.fill(MORE_HELP, 100), STATUSES, metrics_help()]
     return "\n".join(lines) + "\n\n" + "\n\n".join(texts)
 
 # %% ../../nbs/6_run/14_evaluate.ipynb #n006

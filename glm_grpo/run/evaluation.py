@@ -26,10 +26,9 @@ from ..rewards.perception import group_diversity, image_statistics
 from ..rewards.weighted import Judging
 from .alarms import reward_hacking_alarm
 from .config import Config, image_height_width
-from ..training.callbacks import Callback
-from ..training.metrics import on_terminal
+from ..training.callbacks import Callback, on_terminal
 from ..training.ranks import Ranks
-from ..training.shares import Share, join_shares, share_rows
+from ..training.ranks import Share, join_shares, share_rows
 
 NOTHING_TO_SCORE = "Nothing to score in these prompts."
 SHOWN = 384  # pixels: the longer side of an image in the files of a run

@@ -16,7 +16,7 @@ from .config import Config, to_yaml
 from .evaluate import holds_run
 from .evaluation import PeriodicEvaluation, write_eval
 from .report import before_after_grid, run_facts, write_page
-from ..training.checkpoint_folder import read_note
+from ..training.checkpoints import read_note
 from ..training.figures import save_figure, step_curves
 
 

@@ -17,14 +17,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 
 from ..data.basics import UserError
 from ..data.prompts import T2IDataset, collate
 from ..model.adapters import LORA_PLACES, LoraOptions
-from ..model.loading import pick_device, pick_dtype
+from ..model.loading import load_prompt_parts, pick_device, pick_dtype
 from ..model.sizes import local_folder, model_layout, numbers_in
 from ..model.tokens import check_prompt_lengths
 from ..rewards.calling import RewardError, where_raised
@@ -336,13 +335,7 @@ def longest_prompt(
     if folder is None:
         prompts = [prompt for dataset in datasets for prompt in dataset.prompts]
         return max(len(prompt.encode()) for prompt in prompts) // 3 + 32
-    from transformers import GlmImageConfig, GlmImageProcessor
-
-    ar = GlmImageConfig.from_pretrained(folder / "vision_language_encoder", local_files_only=True)
-    parts = SimpleNamespace(
-        processor=GlmImageProcessor.from_pretrained(folder / "processor", local_files_only=True),
-        ar=SimpleNamespace(config=ar, device="cpu"),
-    )
+    parts = load_prompt_parts(folder)
     size = image_height_width(config)
     return max(check_prompt_lengths(parts, d, *size) for d in datasets) - tokens_of(config)
 

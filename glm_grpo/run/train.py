@@ -45,9 +45,9 @@ from glm_grpo.run.folder import (
 from .plan import plan
 from ..rewards.calling import reward_name
 from ..training.callbacks import CheckpointCallback
-from ..training.interrupts import Interrupts, Stopped
+from ..training.checkpoints import rescue_steps
+from ..training.interrupts import Interrupts, Stopped, remedy
 from ..training.ranks import Ranks, end_alone
-from ..training.rescue import EXPECTED, remedy, rescue_steps
 
 # %% ../../nbs/6_run/19_train.ipynb #n012
 def reward_label(result: dict) -> str:
@@ -244,7 +244,7 @@ def stop(run: Run) -> int:  # exit status
 def rescue(run: Run) -> str:
     "After an error: save what was trained -> a sentence."
     trainer = run.trainer
-    if trainer is None or (trainer.step <= run.first_step and trainer.whole):
+    if trainer is None or (trainer.step <= run.first_step and not trainer.half_done):
         return ""
     final = run.out / "checkpoints" / "checkpoint_final"
     if trainer.step == run.config.training.max_steps and final.is_dir():
@@ -284,10 +284,10 @@ def train(config: Config) -> int:  # one of `STATUSES`
                 run.finish()
             except KeyboardInterrupt:
                 return stop(run)
-            except EXPECTED as e:
-                raise UserError(remedy(e, run.out, run.trainer) + rescue(run)) from e
-            except Exception as e:  # a bug in the program
-                keep_traceback(run, e)
+            except Exception as e:
+                if fix := remedy(e, run.out, run.trainer):
+                    raise UserError(fix + rescue(run)) from e
+                keep_traceback(run, e)  # a bug in the program
                 raise
             return 0
 

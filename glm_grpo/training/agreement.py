@@ -114,17 +114,13 @@ class Agreement:
                 )
         if not wrong:
             return ""
-        causes = (
-            "another temperature, top_p, guidance_scale, adapter or position in one of the two, "
-        )
-        causes += "attention kernels that are wrong for this model, or weights that changed after "
-        fix = (
-            "Run tools/first_minutes.py on this machine, and compare with model.torch_dtype float32"
-        )
         return (
             "Sampling and scoring do not give the same log-probs, so the ratio new/old is not 1 "
-            f"before the update. {'; '.join(wrong)}. Likely causes: "
-            f"{causes}sampling. {fix}. To train anyway, set training.allow_ratio_gap true."
+            f"before the update. {'; '.join(wrong)}. Likely causes: another temperature, top_p, "
+            "guidance_scale, adapter or position in one of the two, attention kernels that are "
+            "wrong for this model, or weights that changed after sampling. Run "
+            "tools/first_minutes.py on this machine, and compare with model.torch_dtype float32. "
+            "To train anyway, set training.allow_ratio_gap true."
         )
 
     def warning(self) -> str:

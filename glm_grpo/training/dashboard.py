@@ -15,7 +15,7 @@ from ..data.images import images_html
 from .callbacks import Callback, ProgressBar, is_due
 from .experience import Experience
 from .figures import png_address, sample_blocks, step_curves
-from .metrics import Pace, describe_step
+from .callbacks import Pace, describe_step
 
 
 def curve_html(

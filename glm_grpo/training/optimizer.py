@@ -9,12 +9,13 @@ __all__ = ['make_adamw', 'scheduled_share', 'PolicyOptimizer']
 import contextlib
 import functools
 from collections.abc import Iterator
+from itertools import islice
 
 import torch
 from torch import Tensor, nn
 
 from ..data.basics import UserError, patch_to
-from ..model.memory import cut_like
+from ..model.loading import shard_like
 from .options import OptimizerOptions
 
 
@@ -65,8 +66,17 @@ class PolicyOptimizer:
         self.masters = None
         if any(p.dtype != torch.float32 for p in self.trained):
             self.masters = [nn.Parameter(p.detach().float()) for p in self.trained]
-        self.adamw = make_adamw(options.optimizer, self._groups(), options.weight_decay)
-        self.ema = self._make_ema()
+        stepped, groups = iter(self.stepped), []
+        for name, own in parameters.items():
+            group = {"params": list(islice(stepped, len(own))), "name": name}
+            groups.append(group | {"lr": options.learning_rate_of(name)})
+        self.adamw = make_adamw(options.optimizer, groups, options.weight_decay)
+        self.ema = None
+        if options.ema_decay is not None:
+            from diffusers.training_utils import EMAModel
+
+            # its decay at step n is min(ema_decay, (1 + n) / (10 + n))
+            self.ema = EMAModel(self.stepped, decay=float(options.ema_decay))
 
     @property
     def trained(self) -> list[nn.Parameter]:
@@ -86,21 +96,6 @@ class PolicyOptimizer:
     def device(self) -> torch.device:
         "The device of the weights."
         return self.stepped[0].device
-
-    def _groups(self):
-        stepped, groups = iter(self.stepped), []
-        for name, parameters in self.parameters.items():
-            own = [next(stepped) for _ in parameters]
-            groups.append({"params": own, "lr": self.options.learning_rate_of(name), "name": name})
-        return groups
-
-    def _make_ema(self):
-        "diffusers' moving average; its decay at step n is min(ema_decay, (1 + n) / (10 + n))."
-        if self.options.ema_decay is None:
-            return None
-        from diffusers.training_utils import EMAModel
-
-        return EMAModel(self.stepped, decay=float(self.options.ema_decay))
 
 # %% ../../nbs/5_training/04_optimizer.ipynb #cce1307
 @patch_to(PolicyOptimizer)
@@ -169,14 +164,8 @@ def step(self) -> None:
     self.gather_gradients()
     if self.masters is None:
         self.adamw.step()
-    else:
-        self._step_masters()
-
-
-@patch_to(PolicyOptimizer)
-@torch.no_grad()
-def _step_masters(self):
-    "Move the float32 copies, one at a time; the weights are these, rounded."
+        return
+    # the float32 copies one at a time; the weights are these, rounded
     gradients = [master.grad for master in self.masters]
     self.zero_grad()
     for p, master, gradient in zip(self.trained, self.masters, gradients):
@@ -185,7 +174,7 @@ def _step_masters(self):
         master.grad = gradient
         self.adamw.step()
         master.grad = None
-        p.copy_(master)
+        p.data.copy_(master.data)
 
 # %% ../../nbs/5_training/04_optimizer.ipynb #n027
 @patch_to(PolicyOptimizer)
@@ -213,33 +202,25 @@ def averaged(self) -> Iterator[None]:
 @patch_to(PolicyOptimizer)
 def load_state_dict(
     self,
-    memory: dict,  # AdamW's, with whole tensors
+    memory: dict,  # AdamW's, with full tensors
     masters: list[Tensor],  # the float32 copies; empty: there are none
 ) -> None:
     """Load AdamW's state and the float32 copies. Learning rates and other settings stay.
     ValueError: another number of float32 copies."""
     for p, saved in zip(self.masters or (), masters, strict=True):
-        p.data.copy_(cut_like(saved, p))
-    settings = []
+        p.data.copy_(shard_like(saved, p))
+    settings, state = [], {}
     for group in self.adamw.param_groups:
         settings.append({k: v for k, v in group.items() if k != "params"})
-    state = {}
     for i, saved in memory["state"].items():
-        state[i] = _cut_state(saved, self.trained[i])
+        state[i] = {}
+        for name, value in saved.items():
+            if isinstance(value, Tensor):  # a copy: the saved one may be mapped from a file
+                value = (shard_like(value, self.trained[i]) if value.dim() else value).clone()
+            state[i][name] = value
     self.adamw.load_state_dict({**memory, "state": state})
     for group, own in zip(self.adamw.param_groups, settings):
         group.update(own)
-
-
-def _cut_state(saved, weight):
-    """AdamW's state of one weight, cut as that weight is; numbers such as the step stay. Copies,
-    because the saved tensors may be mapped from a file."""
-    cut = {}
-    for name, value in saved.items():
-        if isinstance(value, Tensor) and value.dim() > 0:
-            value = cut_like(value, weight)
-        cut[name] = value.clone() if isinstance(value, Tensor) else value
-    return cut
 
 
 @patch_to(PolicyOptimizer)

@@ -16,10 +16,10 @@ from PIL import Image
 
 from glm_grpo.data.basics import UserError
 from glm_grpo.data.loader import make_dataloader
-from glm_grpo.model.memory import cut_like
+from glm_grpo.model.loading import shard_like
 from glm_grpo.model.wrapper import GLMImageWrapper
 from glm_grpo.training.callbacks import Callback
-from glm_grpo.training.ranks import Ranks, whole
+from glm_grpo.training.ranks import Ranks, full_tensor
 from glm_grpo.training.trainer import MinimalGRPOTrainer
 
 
@@ -82,10 +82,10 @@ class Recorder:
         """The same for all worlds. After a step along the gradient, a rounding error could turn one
         token of thousands, and then a whole image."""
         trained = self.trainer.optimizer.trained
-        self.gradients.append(torch.cat([whole(p.grad).flatten() for p in trained]))
+        self.gradients.append(torch.cat([full_tensor(p.grad).flatten() for p in trained]))
         g = torch.Generator().manual_seed(len(self.gradients))
         for p in trained:
-            p += cut_like((self.size * torch.randn(p.shape, generator=g)).to(p.device), p)
+            p += shard_like((self.size * torch.randn(p.shape, generator=g)).to(p.device), p)
 
 
 def make_model(work, ranks):
