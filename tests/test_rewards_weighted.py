@@ -67,7 +67,7 @@ def test_an_error_is_raised_at_once():
 
 def test_the_time_limit_is_for_all_parts_together():
     with pytest.raises(RewardError, match="The reward server has not answered"):
-        team_of(0.7, letters=slow(0.5), server=slow(1.0))(IMAGES, PROMPTS)
+        team_of(2.0, letters=slow(1.5), server=slow(3.2))(IMAGES, PROMPTS)
 
 
 def test_a_keyboard_interrupt_is_raised_in_the_thread_that_asked():
