@@ -201,8 +201,7 @@ def default_problems(
     left = []
     for option in OF_THE_TINY_MODEL if trains else OF_THE_TINY_MODEL[:2]:
         value, default = option_value(config, option), option_value(Config(), option)
-        given = value != default if config.origins is None else option in config.origins
-        if not given:
+        if value == default and option not in (config.origins or ()):
             left.append(f"{option} ({value})")
     if left:
         hub = "" if Path(name).is_dir() else " (no folder, so an id of the hub)"
