@@ -194,27 +194,10 @@ def test_the_agreement_card(write):
     assert "Sampling and scoring disagree" in seen.texts and BAD.problem() in seen.texts
 
 
-@pytest.mark.parametrize("held_out", [True, False])
-def test_training_prompts_are_named(write, held_out):
-    one = result(0, prompts_are_held_out=held_out)
-    text = write(one, one).text
-    assert ("No prompts were held out" in text) is not held_out
-    assert f"{'held-out' if held_out else 'training'} prompts with 1 image each" in text
-
-
 def test_values_that_are_missing(write):
     values = {"<b>": [[None]] * 39 + [[0.5]]}
     texts = " ".join(write(result(0, values=values), result(1, values=values)).texts)
     assert texts.count("<b> 0.5 → 0.5") == 1 and "<b> –" not in texts and " nan" not in texts
-
-
-def test_many_metrics_of_a_card_are_folded_up(write):
-    values = {name: [[0.5]] * 40 for name in "abcd"}
-    one = result(0, metrics=dict.fromkeys("abcd", 0.5), values=values)
-    assert (
-        write(one, one).count("details") == FIRST + CARDS
-        and write(result(0), result(0)).count("br") == 0
-    )
 
 
 def lines_of(steps):

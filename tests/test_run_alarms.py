@@ -49,12 +49,6 @@ def warnings_after(*later):
     return reward_hacking_alarm([means(0), *later])
 
 
-def test_a_clear_fall_rings_and_one_that_may_be_noise_does_not():
-    assert len(reward_hacking_alarm([FIRST, LATER])) == 1
-    unsure = with_scene(LATER, 1, 0.4, 0.6, 0.4)  # -0.3 with a standard error of 0.13
-    assert reward_hacking_alarm([FIRST, unsure]) == []
-
-
 def test_a_fall_that_is_the_same_on_every_prompt_is_not_counted_in_errors():
     before = with_scene(FIRST, 0.9, 0.5, 0.8, 0.7)
     after = with_scene(LATER, 0.6, 0.2, 0.5, 0.4)  # the differences are not equal in floating point

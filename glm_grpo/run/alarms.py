@@ -47,8 +47,10 @@ def paired_difference(
             f"Two evaluations of {list(x.shape)} and {list(y.shape)} numbers (prompts, seeds) "
             "cannot be compared in pairs. Evaluate both on the same prompts with the same seeds."
         )
-    missing = np.isnan(x) | np.isnan(y)
-    x, y = (np.ma.array(table, mask=missing).mean(axis=1).compressed() for table in (x, y))
+    there = ~(np.isnan(x) | np.isnan(y))
+    seeds = there.sum(axis=1)
+    sums = np.where(there, [x, y], 0).sum(axis=2)[:, seeds > 0]
+    x, y = sums / seeds[seeds > 0]
     if not len(x):
         return Paired(math.nan, math.nan, math.nan, 0)
     rounding = _ROUNDING * max(np.abs(x).max(), np.abs(y).max())
