@@ -156,7 +156,7 @@ def test_a_broken_adapter_is_named_and_changes_nothing(adapter, tmp_path):
         (broken / name).write_bytes(content)
         message = refusal(model.load_adapter, broken)
         assert words in message and str(broken) in message
-        assert "Use an" in message and "\n" not in message
+        assert "\n" not in message
         shutil.rmtree(broken)
     assert all(map(torch.equal, before, model.get_trainable_parameters()))
     assert read_adapter(path).rank == 2

@@ -11,6 +11,7 @@ import argparse
 import sys
 import unittest.mock
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -130,6 +131,8 @@ def measure_full_size(
     step_size: int = 1024,  # pixels
 ) -> dict:  # rows (of the table), step (its metrics)
     "Measure a model of any size."
+    say = partial(print, flush=True)
+    say(f"sampling {options.batch} rows, and generate, {options.repeats} times each: minutes")
     given = [PROMPT], options.batch, options.image_size, options.repeats
     seconds, tokens = measure_sampling(model, *given)
     floor = bytes_per_token(model.ar) / copy_bandwidth(model.device)
@@ -137,6 +140,7 @@ def measure_full_size(
     name = f"a token of {options.batch} rows"
     rows = [table_row(f"{name} (plain: generate)", 1e3 * ours, 1e3 * generate, "ms")]
     rows.append(table_row(f"{name} (plain: the floor)", 1e3 * ours, 1e3 * floor, "ms"))
+    say(f"{1e3 * ours:.1f} ms a token, generate {1e3 * generate:.1f}; now a training step")
     step, operations = measure_full_step(model, step_size, options.num_inference_steps)
     floor = operations / product_speed(model.device, model.dtype)
     name, peak = "sampling 8 images", max(step["memory_rollout"], step["memory_update"])

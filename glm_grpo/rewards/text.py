@@ -129,6 +129,8 @@ class TextReader:
 
             folder = Path(rapidocr.__file__).parent / "models"
             paths = {f"{part}.model_path": str(folder / file) for part, file in self.models.items()}
+            for path in paths.values():
+                Path(path).stat()  # rapidocr would download what is missing
             self._engine = rapidocr.RapidOCR(params=self.options | paths)
         except (ImportError, OSError) as e:
             raise UserError(
