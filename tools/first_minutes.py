@@ -4,12 +4,13 @@
     python tools/first_minutes.py --device cpu    # skips what needs a GPU
 
 Prints one line per check: pass, FAIL or skipped, and what was found. Exit status 1: a check failed.
-The checks use the tiny model of the repository; `python -m glm_grpo.bench --full-size` measures the
-published sizes afterwards.
+The checks use the tiny model of the repository, and one of 40 layers with random weights;
+`python -m glm_grpo.bench --full-size` measures the published sizes afterwards.
 """
 
 import argparse
 import contextlib
+import copy
 import functools
 import subprocess
 import sys
@@ -22,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from glm_grpo.bench.clock import seconds_of
+from glm_grpo.bench.clock import own_random_numbers, seconds_of
 from glm_grpo.maths.noise import named_uniforms
 from glm_grpo.model.decode_step import CudaGraphs, Recorder, recorder_for
 from glm_grpo.model.loading import pick_device
@@ -46,6 +47,7 @@ PROMPTS = [  # of different length: the first one is padded
 GROUP, SIZE = 4, 64  # images per prompt; pixels
 LENGTH = 1344  # 64 modulo 128: cuDNN's gradients were NaN there (pytorch #196678)
 HOT = {"temperature": 3.0, "top_p": 0.9}
+PUBLISHED_SAMPLING = {"temperature": 0.9, "top_p": 0.75}
 KERNELS = {
     "default": None,  # PyTorch's choice among those that the project allows
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -204,12 +206,25 @@ def check_ratio(device: torch.device, policy: str) -> str:
     return found
 
 
+def deepen(ar: torch.nn.Module) -> torch.nn.Module:
+    "40 layers of width 512 with random weights, and logits with a standard deviation of 3."
+    config = copy.deepcopy(ar.config)
+    text = config.text_config
+    text.num_attention_heads = 512 * text.num_attention_heads // text.hidden_size
+    text.num_key_value_heads = text.num_attention_heads // 4
+    text.num_hidden_layers, text.hidden_size, text.intermediate_size = 40, 512, 1536
+    with own_random_numbers():
+        deep = type(ar)(config).to(ar.device, ar.dtype).eval()
+    deep.lm_head.weight.data *= 3 / (text.initializer_range * 512**0.5)
+    return deep
+
+
 class SamplingWork:
     "What the token policy samples in a check."
 
-    def __init__(self, device: torch.device, dtype: str, size: int = SIZE):
+    def __init__(self, device: torch.device, dtype: str, size: int = SIZE, deep: bool = False):
         wrapper = load_model(device, dtype)
-        self.model = wrapper.ar
+        self.model = deepen(wrapper.ar) if deep else wrapper.ar
         self.inputs = prepare_prompts(wrapper.processor, wrapper.ar, PROMPTS, size, size)
         self.prompt_index = torch.arange(len(PROMPTS), device=device).repeat_interleave(GROUP)
         names = [f"check|{i}" for i in range(len(self.prompt_index))]
@@ -223,13 +238,16 @@ class SamplingWork:
         return tokens
 
 
-def check_scoring(device: torch.device, dtype: str) -> str:
+def check_scoring(device: torch.device, dtype: str, deep: bool = False) -> str:
     "The sampling loop and one scoring pass give a token the same log-prob, up to rounding."
-    work = SamplingWork(device, dtype)
+    if deep:
+        require_cuda(device)
+    work = SamplingWork(device, dtype, deep=deep)
     parts = work.model, work.inputs, work.prompt_index
-    sampled = sample_tokens(*parts, work.uniforms, **HOT)
+    how = PUBLISHED_SAMPLING if deep else HOT
+    sampled = sample_tokens(*parts, work.uniforms, **how)
     with torch.no_grad():
-        scored = score_tokens(*parts, sampled.token_ids, HOT["temperature"], sampled.kept)
+        scored = score_tokens(*parts, sampled.token_ids, how["temperature"], sampled.kept)
     gap = gap_numbers(scored - sampled.logprobs, "gap")
     allowed = LOOP_KL[dtype != "float32"]
     found = f"largest gap {gap['gap']:.2g}, mean {gap['gap_mean']:.2g} nats, KL {gap['gap_kl']:.2g}"
@@ -434,6 +452,7 @@ def checks(device: torch.device) -> dict[str, Callable[[], str]]:
         add(f"ratio 1 in bfloat16: {policy}", check_ratio, policy)
     for dtype in ("float32", "bfloat16"):
         add(f"sampled against scored: {dtype}", check_scoring, dtype)
+        add(f"sampled against scored: {dtype}, 40 layers", check_scoring, dtype, True)
     add("decode step: eager against CUDA graph", check_graph)
     add("decode step: host waits", check_waits)
     add("a training step after a failed recording", check_failed_recording)
