@@ -144,7 +144,7 @@ def test_ranks_that_do_not_end_fail():
 
 def test_a_step_without_a_gradient_fails():
     trainer = SimpleNamespace(train_step=lambda batch: {"grad_norm": math.nan})
-    with pytest.raises(tool.Failed, match="norm is nan"):
+    with pytest.raises(tool.Failed, match="gradient nan"):
         tool.train_once(trainer)
 
 
