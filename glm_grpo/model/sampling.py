@@ -144,11 +144,11 @@ class KVCache:
         counter.start_at(L)
         T = inputs.num_tokens
         room = T + -(L + T) % 8  # GPU attention kernels need a mask whose length is a multiple of 8
-        self.layers = []  # keys and values together: [N, 2, G, L + room, D]
+        self.layers = []  # keys and values together: [2, N, G, L + room, D]
         for keys, values in prefilled:
             _, G, _, D = keys.shape
-            memory = keys.new_zeros(len(prompt_index), 2, G, L + room, D)
-            memory[:, 0, :, :L], memory[:, 1, :, :L] = keys[prompt_index], values[prompt_index]
+            memory = keys.new_zeros(2, len(prompt_index), G, L + room, D)
+            memory[0, :, :, :L], memory[1, :, :, :L] = keys[prompt_index], values[prompt_index]
             self.layers.append(memory)
         self.bias = None  # [N, 1, 1, L + room]: 0 where a query may attend, -inf elsewhere
         if counter.fixed or min(inputs.lengths) < L:
@@ -165,16 +165,16 @@ class KVCache:
     def write(
         self,
         layer: int,
-        keys_and_values: Tensor,  # [N, 2, G, D] of this step's token
+        keys_and_values: Tensor,  # [2, N, G, D] of this step's token
     ) -> tuple[Tensor, Tensor, Tensor | None]:  # keys, values [N, G, columns, D] and their bias
         "Store a token in the cache of one layer. Returns all that its query attends to."
         memory = self.layers[layer]
         self.counter.put(memory, 3, keys_and_values, self.start)
         if self.counter.fixed:
-            return *memory.unbind(1), self.bias
+            return *memory.unbind(), self.bias
         filled = self.start + self.counter.step + 1
         bias = None if self.bias is None else self.bias[..., :filled]
-        return *memory[..., :filled, :].unbind(1), bias
+        return *memory[..., :filled, :].unbind(), bias
 
 # %% ../../nbs/3_model/06_sampling.ipynb #c021
 def rotation_table(
@@ -265,10 +265,10 @@ class SamplingLoop:
         self.cache.open_column()
         x = self.text_model.embed_tokens(ids)
         for number, layer in enumerate(self.layers):
-            N, _, G, _, D = self.cache.layers[number].shape
+            _, N, G, _, D = self.cache.layers[number].shape
             qkv = layer.qkv(layer.norm_attention(x)).view(N, -1, D)
             rotate_(qkv[:, :-G], *rotation)  # queries and keys
-            seen = self.cache.write(number, qkv[:, -2 * G :].view(N, 2, G, D))
+            seen = self.cache.write(number, qkv[:, -2 * G :].view(N, 2, G, D).transpose(0, 1))
             queries = qkv[:, : -2 * G].view(N, G, -1, D)
             attended = self.attend(queries, *seen, self.scale).reshape(N, -1)
             x = x + layer.norm_attention_out(layer.attention_out(attended))
