@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 # Threads that wait for each other spin, by default for milliseconds, and on a busy machine they take
 # the time of the thread they wait for. It is read when torch is imported.
 if "OMP_WAIT_POLICY" not in os.environ:
-    os.environ.setdefault("GOMP_SPINCOUNT", "3000")
+    os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 
 __version__ = "0.1.0"
 
