@@ -1,6 +1,6 @@
 """Seconds per training step on an idle machine, and beside a program that keeps one core busy.
 
-    python tools/busy_machine.py [--before FOLDER] [--steps N]
+    python tools/busy_machine.py [--before FOLDER] [--steps N] [--runs N]
 
 FOLDER is another checkout, which is measured in turns with this one.
 """
@@ -18,8 +18,8 @@ HERE = Path(__file__).resolve().parents[1]
 OPTIONS = ["--training.sample_interval", "0", "--training.eval_prompts", "2"]
 
 
-def seconds_per_step(checkout: Path, steps: int, busy: bool) -> tuple[float, list]:
-    "(median of all steps but the first, gradient norms) of a run with the default options."
+def seconds_per_step(checkout: Path, steps: int, busy: bool) -> tuple[list, list]:
+    "(seconds of all steps but the first, gradient norms) of a run with the default options."
     environment = os.environ | {"PYTHONPATH": str(checkout)}
     other = [sys.executable, "-c", "while True: pass"]
     neighbour = subprocess.Popen(other) if busy else None
@@ -34,26 +34,33 @@ def seconds_per_step(checkout: Path, steps: int, busy: bool) -> tuple[float, lis
         if neighbour:
             neighbour.kill()
     lines = [json.loads(line) for line in text.splitlines()]
-    seconds = [line["seconds"] for line in lines[1:]]
-    return statistics.median(seconds), [line["grad_norm"] for line in lines]
+    return [line["seconds"] for line in lines[1:]], [line["grad_norm"] for line in lines]
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--before", type=Path, help="another checkout")
     parser.add_argument("--steps", type=int, default=4, help="per run; the first is not counted")
+    parser.add_argument("--runs", type=int, default=1, help="of each kind")
     args = parser.parse_args()
     checkouts = {"before": args.before.resolve()} if args.before else {}
     checkouts["after" if args.before else "now"] = HERE
-    found, norms = [], []
     print(f"{os.cpu_count()} cores; seconds per step, and as a share of the first idle run")
+    first, norms, found = None, [], {}
     for busy in (False, True):
-        for name, checkout in checkouts.items():
+        for name, checkout in list(checkouts.items()) * args.runs:
             seconds, norm = seconds_per_step(checkout, args.steps, busy)
             norms.append(norm)
-            found.append(seconds)
+            found.setdefault((name, busy), []).extend(seconds)
+            middle = statistics.median(seconds)
+            first = first or middle
             where = "busy" if busy else "idle"
-            print(f"{name:7}{where:5}{seconds:7.2f}{seconds / found[0]:6.2f}", flush=True)
+            print(f"{name:7}{where:5}{middle:7.2f}{middle / first:6.2f}", flush=True)
+    median = {key: statistics.median(seconds) for key, seconds in found.items()}
+    for name in checkouts:
+        print(f"{name}: busy over idle {median[name, True] / median[name, False]:.2f}")
+    if args.before:
+        print(f"idle, after over before: {median['after', False] / median['before', False]:.2f}")
     print("the same numbers in all runs:", all(norm == norms[0] for norm in norms))
 
 
