@@ -14,7 +14,7 @@ from glm_grpo.data.basics import refusal
 from glm_grpo.data.loader import make_dataloader
 from glm_grpo.model.adapters import read_adapter
 from glm_grpo.model.loading import check_model_folder
-from glm_grpo.run.folder import read_metrics
+from glm_grpo.run.train import read_metrics
 from glm_grpo.run.evaluation import PeriodicEvaluation
 from glm_grpo.training.callbacks import JsonlLogger
 from glm_grpo.training.toy import ICONS, ToyPainter, icon_images, nearness

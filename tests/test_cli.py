@@ -33,7 +33,7 @@ from helpers import (
 )
 from PIL import Image
 
-from glm_grpo.data.options import list_options
+from glm_grpo.data.basics import list_options
 from glm_grpo.run.checks import check_config
 from glm_grpo.run.command_line import SHORT, parse_args
 from glm_grpo.run.config import Config, to_yaml

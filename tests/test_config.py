@@ -5,7 +5,7 @@ import shlex
 import pytest
 
 from glm_grpo.data.basics import refusal
-from glm_grpo.data.options import check_options, list_options, option_value
+from glm_grpo.data.basics import check_options, list_options, option_value
 from glm_grpo.run.checks import check_config
 from glm_grpo.run.command_line import parse_args
 from glm_grpo.run.config import Config

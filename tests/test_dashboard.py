@@ -10,7 +10,7 @@ from PIL import Image
 
 from glm_grpo.data.rollout import Rollout
 from glm_grpo.training.callbacks import Callback, ProgressBar
-from glm_grpo.training.dashboard import callbacks_or_default, experience_html
+from glm_grpo.training.callbacks import callbacks_or_default, experience_html
 from glm_grpo.training.figures import NO_BREAK
 from glm_grpo.training.toy import ICONS, ToyPainter, ToyStudio, icon_images, nearness
 from glm_grpo.training.trainer import MinimalGRPOTrainer

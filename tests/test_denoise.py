@@ -15,7 +15,7 @@ from PIL import Image
 from glm_grpo.data.basics import refusal
 from glm_grpo.maths.noise import named_noise
 from glm_grpo.model import adapters, loading, sizes
-from glm_grpo.model.decoding import ImageInputs, sample_latents, score_latents
+from glm_grpo.model.denoise import ImageInputs, sample_latents, score_latents
 from glm_grpo.model.denoise import NoiseOptions
 from glm_grpo.model.latents import decode_latents, encode_sources
 

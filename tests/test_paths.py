@@ -4,7 +4,7 @@ import pytest
 from helpers import evaluate_main, files, main, small, told
 
 from glm_grpo.data.basics import refusal
-from glm_grpo.run.folder import choose_folder
+from glm_grpo.run.train import choose_folder
 
 pytestmark = pytest.mark.usefixtures("at_root")
 NOT_UTF8 = b"caf\xe9".decode("utf-8", "surrogateescape")

@@ -13,7 +13,7 @@ from html.parser import HTMLParser
 import pytest
 from PIL import Image
 
-from glm_grpo.run.folder import write_results
+from glm_grpo.run.train import write_results
 from glm_grpo.run.config import Config
 from glm_grpo.run.evaluation import PeriodicEvaluation
 from glm_grpo.run.report import CARDS, FIRST, write_page

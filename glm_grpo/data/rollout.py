@@ -20,7 +20,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from .images import images_html, tensor_to_pil
-from .options import at_least, option
+from .basics import at_least, option
 
 
 def per_row(**kwargs) -> dataclasses.Field:

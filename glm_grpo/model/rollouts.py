@@ -20,7 +20,7 @@ from ..data.loader import source_lists
 from ..data.rollout import Rollout, RolloutOptions, SampleNames
 from ..maths.noise import named_noise, named_uniforms
 from ..maths.sde import choose_window, decision_steps
-from .decoding import ImageInputs, sample_latents, score_latents
+from .denoise import ImageInputs, sample_latents, score_latents
 from .denoise import NoiseOptions
 from .latents import decode_latents, encode_sources, glyph_embeddings, schedule
 from .memory import bytes_per_sample, free_bytes, split_samples

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ..data.basics import UserError
 from ..data.rollout import Rollout, RolloutOptions, SampleNames, request_names
 from .adapters import LoraOptions, add_lora, choose_lora, load_halves, save_halves
-from .decoding import sample_latents
+from .denoise import sample_latents
 from .latents import decode_latents
 from .loading import load_pipeline, pick_device, pick_dtype, quiet
 from .memory import Offload, checkpointing, shard_halves, trainable_parts

@@ -22,7 +22,7 @@ from ..data.basics import UserError
 from .calling import error_text, settings_kept, simple_reward_function
 from .perception import LPIPS, SSIM, jpeg_compressibility, jpeg_incompressibility
 from .scene_checks import DetailCheck, EditCheck, SceneCheck, edit_reward
-from .signs import SignReader
+from .text import SignReader
 from .text import TextAccuracy
 
 # %% ../../nbs/4_rewards/20_registry.ipynb #rffe4be

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from ..data.basics import UserError
-from ..data.options import check_options, collect, option_value, refuse
+from ..data.basics import check_options, collect, option_value, refuse
 from ..model.sizes import local_folder
 from ..rewards.registry import BRING_WEIGHTS, METRICS
 from glm_grpo.run.config import (

@@ -24,7 +24,7 @@ from typing import Any
 from jsonargparse import ArgumentError, ArgumentParser, DefaultHelpFormatter
 
 from ..data.basics import UserError
-from glm_grpo.data.options import (
+from glm_grpo.data.basics import (
     list_options,
     option_value,
     problem_with,

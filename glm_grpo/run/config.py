@@ -17,7 +17,7 @@ from typing import Literal
 import yaml
 
 from ..data.basics import UserError
-from ..data.options import Entry, above, at_least, option, shown
+from ..data.basics import Entry, above, at_least, option, shown
 from ..data.rollout import RolloutOptions
 from ..model.adapters import LoraOptions
 from ..rewards.registry import METRICS, Brought, named_functions

@@ -4,9 +4,11 @@
 
 # %% auto #0
 __all__ = ['Callback', 'is_due', 'describe_step', 'Pace', 'on_terminal', 'ProgressBar', 'JsonlLogger', 'SampleGrid',
-           'CheckpointCallback', 'quiet_disk_errors', 'start_tracker', 'TrackerLogger']
+           'CheckpointCallback', 'quiet_disk_errors', 'start_tracker', 'TrackerLogger', 'curve_html', 'folded_html',
+           'experience_html', 'steps_of', 'trainer_html', 'Dashboard', 'callbacks_or_default']
 
 # %% ../../nbs/5_training/14_callbacks.ipynb #n008
+import html
 import io
 import json
 import math
@@ -22,12 +24,20 @@ from typing import IO
 import numpy as np
 from PIL import Image
 
-from ..data.basics import UserError
-from ..data.basics import atomic_write
+from ..data.basics import UserError, atomic_write, patch_to
+from ..data.images import images_html
 from ..data.prompts import read_text
 from .checkpoints import CheckpointFolder
 from .experience import Experience
-from .figures import gap_figure, png_bytes, sample_grid, save_figure
+from glm_grpo.training.figures import (
+    gap_figure,
+    png_address,
+    png_bytes,
+    sample_blocks,
+    sample_grid,
+    save_figure,
+    step_curves,
+)
 
 
 class Callback:
@@ -333,3 +343,132 @@ class TrackerLogger(Callback):
                 tracker.finish()
         finally:
             threading.excepthook = self.hook
+
+# %% ../../nbs/5_training/14_callbacks.ipynb #c64f951
+def curve_html(
+    lines: list[dict[str, float]],  # metrics of the steps, in order
+) -> str:
+    "The reward per step as an image; empty with fewer than two steps."
+    if len(lines) < 2:
+        return ""
+    address = png_address(step_curves(lines, health=False))
+    label = f"reward of steps {lines[0]['step']:.0f} to {lines[-1]['step']:.0f}"
+    return f'<img src="{address}" alt="{label}" style="max-width:100%" class="curve">'
+
+
+def folded_html(title: str, content: str) -> str:
+    "HTML that can be opened with a click."
+    return f"<details><summary>{title}</summary>{content}</details>"
+
+# %% ../../nbs/5_training/14_callbacks.ipynb #c83b479
+def experience_html(
+    experience: Experience,
+    groups: int = 4,  # at most so many prompts, from the first on
+    images: int = 8,  # at most so many images of a prompt, the best ones
+) -> str:
+    "Prompts as rows, their images sorted by reward, with rewards and advantages."
+    number = len(experience.rollout)
+    if experience.rollout.image_tensors is None:
+        return ""
+    size = number  # images of a prompt
+    for samples in list(experience.samples.values())[:1]:
+        size = samples.group_size * number // len(samples)
+    rows = []
+    for prompt, row in sample_blocks(experience, size, groups, images):
+        rows.append(f"<div><div>{html.escape(prompt)}</div>{images_html(*zip(*row))}</div>")
+    if left := number // size - len(rows):
+        rows.append(f"<div>and {left} more prompts</div>")
+    return "".join(rows)
+
+
+@patch_to(Experience)
+def _repr_html_(self):
+    return f"<div>{html.escape(repr(self))}</div>{experience_html(self)}"
+
+# %% ../../nbs/5_training/14_callbacks.ipynb #c1fec42
+def steps_of(
+    trainer: "MinimalGRPOTrainer",  # noqa: F821
+) -> list[dict[str, float]]:
+    "Its history up to its step: the last line of each step, in order."
+    by_step = {line["step"]: line for line in trainer.history if line["step"] <= trainer.step}
+    return [by_step[key] for key in sorted(by_step)]
+
+
+def trainer_html(
+    trainer: "MinimalGRPOTrainer",  # noqa: F821
+) -> str:
+    "Policies, steps, the reward as a curve, and the last step's metrics."
+    lines, shown = steps_of(trainer), f"<div>{html.escape(repr(trainer))}</div>"
+    if not lines:
+        return shown
+    numbers = describe_step(lines[-1], [line["reward_mean"] for line in lines], trainer.policies)
+    rows = [f"<tr><td>{k}</td><td>{v:.4g}</td></tr>" for k, v in lines[-1].items()]
+    title = f"all {len(rows)} metrics of step {trainer.step}"
+    shown += f"<div>Step {trainer.step}: {numbers}</div>{curve_html(lines)}"
+    return shown + folded_html(title, f"<table>{''.join(rows)}</table>")
+
+# %% ../../nbs/5_training/14_callbacks.ipynb #c4bfff2
+class Dashboard(Callback):
+    "One area in a notebook: progress and time left, the reward as a curve, the newest images."
+
+    def __init__(
+        self,
+        every: int = 1,  # steps between two updates
+        groups: int = 2,  # at most so many prompts with their images
+        images: int = 8,  # at most so many images of a prompt
+        # as IPython.display.display, which None stands for: gives a handle with `update`
+        show: Callable | None = None,
+    ):
+        self.every, self.groups, self.images, self.show = every, groups, images, show
+        self.text, self.below, self.step, self.last_step = "No step yet.", "", 0, 0
+
+    def on_train_begin(self, trainer):
+        show = self.show
+        if show is None:
+            from IPython.display import display as show
+        self.pace = Pace(trainer.step)
+        self.step, self.last_step = trainer.step, trainer.last_step
+        self.area = show(self, display_id=True)
+
+    def on_step_end(self, trainer, metrics, experience):
+        self.step = trainer.step
+        if not is_due(self.step, self.every) and self.step != self.last_step:
+            return
+        lines = steps_of(trainer)
+        numbers = describe_step(metrics, [line["reward_mean"] for line in lines], trainer.policies)
+        place, pace = self.pace.at(self.step, self.last_step)
+        self.text = f"{place.capitalize()}: {numbers}, {pace}"
+        self.below = curve_html(lines) + experience_html(experience, self.groups, self.images)
+        if trainer.agreement:
+            title = "agreement of sampling and scoring before the first update"
+            self.below += folded_html(title, trainer.agreement._repr_html_())
+        self.area.update(self)
+
+    def on_train_end(self, trainer):
+        if self.step < self.last_step:
+            self.text = f"Training stopped after step {self.step} of {self.last_step}. {self.text}"
+            self.area.update(self)
+
+    def __repr__(self):
+        return f"Dashboard({self.text})"
+
+    def _repr_html_(self):
+        bar = (
+            f'<progress value="{self.step}" max="{self.last_step}" '
+            'style="width:500px;max-width:100%"></progress>'
+        )
+        return f"<div>{bar}<div>{html.escape(self.text)}</div>{self.below}</div>"
+
+
+def callbacks_or_default(
+    callbacks: Iterable[Callback] | None,  # what the trainer was given
+    first: bool,  # whether this rank is the first one: by default the others show nothing
+) -> list[Callback]:
+    "The given callbacks; None: a `Dashboard` where IPython has a kernel, else a `ProgressBar`."
+    if callbacks is not None:
+        return list(callbacks)
+    ipython = sys.modules.get("IPython")  # not imported: without it there is no notebook
+    in_notebook = ipython is not None and hasattr(ipython.get_ipython(), "kernel")
+    if not first:
+        return []
+    return [Dashboard() if in_notebook else ProgressBar()]

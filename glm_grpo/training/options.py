@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any, Literal
 
 from ..data.basics import UserError
-from ..data.options import above, at_least, check_options, option
+from ..data.basics import above, at_least, check_options, option
 from ..data.rollout import RolloutOptions
 
 # %% ../../nbs/5_training/01_options.ipynb #n007

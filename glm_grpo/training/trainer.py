@@ -24,7 +24,7 @@ from .agreement import Agreement, agreement_of, require_agreement
 from .callbacks import Callback
 from .collector import Collector, callbacks_running, complete_trainer_options
 from .collector import unlearnt_batch_returns
-from .dashboard import callbacks_or_default, trainer_html
+from .callbacks import callbacks_or_default, trainer_html
 from .experience import Experience, MiniBatch, deal_minibatches
 from .interrupts import NotFinite, uncut
 from .optimizer import PolicyOptimizer
