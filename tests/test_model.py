@@ -233,8 +233,9 @@ def test_steps_before_the_window_are_done_once_per_start(task, dtype):
     prompts, images = edits() if task == "i2i" else ([CAT, DOG, CAT], None)
     prompts = [p for p in prompts[:2] for _ in range(4)]
     images = images and [image for image in images[:2] for _ in range(4)]
-    rounding = {1: 0, 3: {"float32": 1e-4, "bfloat16": 1e-2}[dtype]}
-    for size, wanted in rounding.items():
+    # of the largest value; larger batches may take other matrix kernels, which round differently
+    rounding = {"float32": 1e-4, "bfloat16": 4 * torch.finfo(torch.bfloat16).eps}[dtype]
+    for size, share in {1: 0, 3: rounding}.items():
         options = LATE | {"batch_size": size, "per_sample": 2, "step": 3}
         request = replace(request_for(prompts, images, **options), score_batch_size=size)
         once, few = rows_of_the_dit(RolloutSampler, model, request)
@@ -242,7 +243,8 @@ def test_steps_before_the_window_are_done_once_per_start(task, dtype):
         assert once.denoising.decisions == each.denoising.decisions == (3, 4)
         assert (many, few) == (8 * 6, 4 * 3 + 8 * 3)
         for name in ("latents", "latents_before", "latents_after", "latents_logprobs"):
-            assert (once[name] - each[name]).abs().max() <= wanted, (name, size)
+            limit = share * each[name].abs().max()
+            assert (once[name] - each[name]).abs().max() <= limit, (name, size)
         assert torch.equal(once.initial_latents, each.initial_latents)
         assert largest_change(model, once, size) == UNMOVED
 
