@@ -5,6 +5,7 @@ import io
 import itertools
 import json
 import os
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,8 +16,9 @@ from glm_grpo.data.basics import atomic_dir, refusal
 from glm_grpo.data.images import load_image, match_images, pil_to_tensor, tensor_to_pil
 from glm_grpo.data.loader import PromptLoader, endless_batches
 from glm_grpo.data.prompts import I2IDataset, T2IDataset, read_rows, split_off
-from glm_grpo.data.scenes import Scene, parse_prompt, sample_scenes, split_of, words_of
+from glm_grpo.data.scenes import Drawings, Scene, parse_prompt, sample_scenes, split_of, words_of
 
+ROOT = Path(__file__).parent.parent
 COLORS = [(220, 40, 40), (40, 160, 60), (40, 80, 220)]
 PROMPTS = ["a red disc", "a green disc", "a blue disc"]
 SPLIT = ["flower 2", "flower 24", "flower 28"]  # of thirty
@@ -493,3 +495,18 @@ def test_samples_stay_in_their_split_and_depend_on_the_seed(split):
         assert scene.word is None or scene.word in words_of(split)
     assert not set(words_of("heldout")) & set(words_of("train"))
     assert sample_scenes(split, 60, OBJECTS, 5) == scenes != sample_scenes(split, 60, OBJECTS, 6)
+
+
+def test_the_shipped_edits_are_those_of_the_tool(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "tools")
+    import make_edits
+
+    objects = Drawings(ROOT / "data" / "drawings").objects
+    for split, number in make_edits.SIZES.items():
+        edits = make_edits.sample_edits(split, number, objects)
+        assert {split_of(edit.target) for edit in edits} == {split}
+        lines = (ROOT / "data" / "i2i" / split / "prompts.jsonl").read_text().splitlines()
+        told = [json.loads(line) for line in lines]
+        assert [edit.prompt() for edit in edits] == [line["prompt"] for line in told]
+        scenes = [edit.target.prompt() for edit in edits]
+        assert scenes == [line["metadata"]["scene"] for line in told]

@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from diffusers import GlmImagePipeline
 from diffusers.pipelines.glm_image.pipeline_glm_image import calculate_shift
+from make_edits import EDITS, Edit
 from PIL import Image
 from torch import Tensor, nn
 from tqdm import tqdm
@@ -28,7 +29,7 @@ from tqdm import tqdm
 from glm_grpo.data import scenes
 from glm_grpo.data.basics import atomic_dir
 from glm_grpo.data.images import pil_to_tensor
-from glm_grpo.data.scenes import EDITS, GROUNDS, PLACES, SIDE, SIGN, Drawings, Edit, Scene
+from glm_grpo.data.scenes import GROUNDS, PLACES, SIDE, SIGN, Drawings, Scene
 from glm_grpo.model import tiny_model
 from glm_grpo.model.latents import latent_statistics
 from glm_grpo.model.loading import load_pipeline
