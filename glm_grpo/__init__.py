@@ -25,7 +25,7 @@ _HOMES = {
     "GLMImageWrapper": "model.wrapper",
     "simple_reward_function": "rewards.calling",
     "edit_reward": "rewards.scene_checks",
-    "sign_reward": "rewards.signs",
+    "sign_reward": "rewards.text",
     "MinimalGRPOTrainer": "training.trainer",
 }
 
@@ -41,7 +41,7 @@ if TYPE_CHECKING:  # the same names for editors and type checkers, which run no 
     from .model.wrapper import GLMImageWrapper
     from .rewards.calling import simple_reward_function
     from .rewards.scene_checks import edit_reward
-    from .rewards.signs import sign_reward
+    from .rewards.text import sign_reward
     from .training.trainer import MinimalGRPOTrainer
 
 

@@ -194,12 +194,6 @@ def test_configs_load(name, monkeypatch):
         assert config.training.batch_size % read_machine(config.training.machine)[0] == 0
 
 
-def test_the_written_defaults_are_those_of_print_config():
-    "The file of defaults is what --print_config says, below a comment."
-    comment, text = Path("configs/grpo_training.yaml").read_text().split("\n", 1)
-    assert comment.startswith("#") and text == to_yaml(Config())
-
-
 SET_BY_HAND = "--model.torch_dtype bfloat16 --training.learning_rate 1e-5".split()
 
 

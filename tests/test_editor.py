@@ -30,6 +30,8 @@ def test_the_public_names_are_those_of_the_type_checker():
                 imported.add((name.name, node.module))
     assert imported == set(glm_grpo._HOMES.items())
     assert set(glm_grpo._HOMES) <= completions("from glm_grpo import ")
+    for name in glm_grpo.__all__:
+        assert callable(getattr(glm_grpo, name))
 
 
 @pytest.mark.parametrize("name", HELD)

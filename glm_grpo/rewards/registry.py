@@ -168,14 +168,14 @@ METRICS = {
         "share of right characters on the sign",
         "0 to 1",
         "prompts with a word of two characters, as in data/words",
-        "rewards.signs",
+        "rewards.text",
         lambda brought: SignReader(),
     ),
     "sign_soft": Metric(
         "how clearly the sign's characters are written: dense, for training",
         "-0.05 to 0.75",
         "prompts with a word of two characters, as in data/words",
-        "rewards.signs",
+        "rewards.text",
         lambda brought: SignReader(soft=True),
     ),
     "text": Metric(
