@@ -7,13 +7,15 @@ import re
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 from helpers import GREEN, PROMPTS, ROOT, files, main, read_jsonl, small, told
 from programs.train_on_ranks import Work, run
-from test_ranks import PROGRAM, check_same_metrics, free_port, start, wait_for_all, weights
+from ranks import free_port
+from test_ranks import check_same_metrics, weights
 from torch.distributed.run import parse_args
 
 from glm_grpo.training.ranks import process_count
@@ -44,11 +46,15 @@ def accelerate(machine, port):
     return [*command, "--mixed_precision", "no", "--dynamo_backend", "no"]
 
 
-def run_all(commands, timeout=300, **environment_variables):
+def run_all(commands, **variables):
     "Runs the commands at the same time, until all have succeeded."
-    running = [start(command, **environment_variables) for command in commands]
-    printed = wait_for_all(running, timeout)
-    assert not any(process.returncode for process in running), "\n".join(printed)
+    own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    own |= {name: str(value) for name, value in variables.items()}
+    options = {"cwd": ROOT, "env": os.environ | own, "timeout": 300, "text": True}
+    options |= {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    with ThreadPoolExecutor(len(commands)) as pool:
+        done = list(pool.map(lambda command: subprocess.run(command, **options), commands))
+    assert not any(one.returncode for one in done), "\n".join(one.stdout for one in done)
 
 
 def test_two_machines_give_the_gradients_of_one_process(tmp_path, at_root):
@@ -56,7 +62,7 @@ def test_two_machines_give_the_gradients_of_one_process(tmp_path, at_root):
     work = {"prompts": PROMPTS[:2], "out": str(tmp_path)}
     assert run(Work(**work)) == 0
     one_process = torch.load(tmp_path / "1_0.pt", weights_only=True)
-    port, program = free_port(), [str(PROGRAM), json.dumps(work)]
+    port, program = free_port(), ["tests/programs/train_on_ranks.py", json.dumps(work)]
     run_all([[*accelerate(machine, port), *program] for machine in (0, 1)])
     found = [torch.load(tmp_path / f"2_{rank}.pt", weights_only=True) for rank in (0, 1)]
     assert [rank["once_per_machine"] for rank in found] == [[0], [1]]

@@ -1,88 +1,53 @@
-"""Several processes on a CPU (gloo): the same gradients as one, one line of metrics, one writer,
-and an error of one rank ends all."""
+"""Several processes on a CPU (gloo): the gradients and evaluations of one, one line of metrics, one
+writer, and an error of one rank ends all."""
 
 import json
-import os
 import re
 import shutil
-import signal
-import socket
-import subprocess
-import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from helpers import GREEN, PROMPTS, ROOT, small, step_of, steps, without_seconds
+from helpers import (
+    GREEN,
+    PROMPTS,
+    evaluate_main,
+    main,
+    read_json,
+    read_jsonl,
+    resume,
+    small,
+    step_of,
+    steps,
+    without_seconds,
+)
+from programs.train_on_ranks import Work, run
+from ranks import on_ranks, torchrun
 
-PROGRAM = ROOT / "tests/programs/train_on_ranks.py"
+from glm_grpo.model.wrapper import GLMImageWrapper
+from glm_grpo.run.evaluation import HeldOut, evaluate
+
+pytestmark = pytest.mark.usefixtures("at_root")
 FOUR_PROMPTS = [*PROMPTS, "a red ball on a white ground"]
+# one comes twice
+HELD_OUT = [*PROMPTS, 'a sign "yes" on a red ground', PROMPTS[0]]
 
 
-def free_port():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
-
-
-def environment(**more):
-    own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    return {**os.environ, **own, **{name: str(value) for name, value in more.items()}}
-
-
-def start(command, **environment_variables):
-    "A process in the repository's folder, the first of a session; its output is one text."
-    return subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env=environment(**environment_variables),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-
-
-def wait_for_all(processes, timeout=300, grace=30):
-    """What they printed. After the first that fails, the others have `grace` seconds left: a rank
-    may wait for it for hours."""
-    with ThreadPoolExecutor(len(processes)) as pool:
-        printed = [pool.submit(process.communicate) for process in processes]
-        end = time.monotonic() + timeout
-        try:
-            while time.monotonic() < end and any(p.poll() is None for p in processes):
-                if any(p.poll() for p in processes):
-                    end = min(end, time.monotonic() + grace)
-                time.sleep(0.05)
-        finally:
-            for process in processes:
-                if process.poll() is None:
-                    os.killpg(process.pid, signal.SIGKILL)
-        return [of_one.result()[0] for of_one in printed]
-
-
-def start_ranks(world, command, timeout=300, **environment_variables):
-    "A command on `world` processes, as a launcher starts it -> their (status, what they said)."
-    own = {"WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1"}
-    own |= {"MASTER_PORT": free_port(), **environment_variables}
-    processes = [start(command, RANK=rank, LOCAL_RANK=rank, **own) for rank in range(world)]
-    said = wait_for_all(processes, timeout)
-    return [(p.returncode, text) for p, text in zip(processes, said)]
-
-
-def launch(world, work, timeout=300):
-    "PROGRAM on `world` processes."
-    return start_ranks(world, [sys.executable, str(PROGRAM), json.dumps(work)], timeout)
+def succeed(results):
+    "What all ranks printed."
+    assert [status for status, _ in results] == [0] * len(results), results
+    return "".join(printed for _, printed in results)
 
 
 def train_on(world, work):
     "What all ranks sampled, and the gradients on which they agree."
-    results = launch(world, work)
-    assert [status for status, _ in results] == [0] * world, results
+    if world == 1:
+        assert run(work) == 0
+    else:
+        succeed(on_ranks(world, work.out, run, work))
     found = []
     for rank in range(world):
-        found.append(torch.load(f"{work['out']}/{world}_{rank}.pt", weights_only=True))
+        found.append(torch.load(f"{work.out}/{world}_{rank}.pt", weights_only=True))
     first = found[0]
     for other in found[1:]:
         for a, b in zip(other["gradients"], first["gradients"]):
@@ -133,14 +98,8 @@ def test_ranks_give_the_gradients_of_one_process(
     prompt comes twice in a step. `full`: all weights, spread over the ranks (FSDP2); quoted words
     make the DiT's calls more on one rank than on the other."""
     last = PROMPTS[0] if twice else 'a sign "yes" on a red ground'
-    work = {
-        "prompts": [*PROMPTS, last],
-        "out": str(tmp_path),
-        "component": component,
-        "scale": scale,
-        "mini_batches": mini_batches,
-        "full": full,
-    }
+    out = str(tmp_path)
+    work = Work([*PROMPTS, last], out, component, scale, mini_batches=mini_batches, full=full)
     one = train_on(1, work)
     if twice:
         wanted = 4 if component == "ar" else 2
@@ -157,35 +116,14 @@ def test_ranks_give_the_gradients_of_one_process(
 
 
 def test_a_rank_that_fails_ends_all_with_its_reason(tmp_path):
-    work = {"prompts": FOUR_PROMPTS, "out": str(tmp_path), "fails": 1}
-    (status, said), (failed_status, failed_said) = launch(2, work, timeout=120)
+    work = Work(FOUR_PROMPTS, str(tmp_path), fails=1)
+    (status, said), (failed_status, failed_said) = on_ranks(2, tmp_path, run, work, seconds=120)
     assert "rank 0 told: rank 1 failed" in said and "the paint is dry" in said and status == 2
     assert failed_status != 0 and "the paint is dry" in failed_said
 
 
-def launched(*words, program=("-m", "glm_grpo.train")):
-    "torchrun, for `accelerate launch` starts several processes on GPUs only (on CPUs through MPI)."
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", 2]
-    command += ["--master_port", free_port(), *program, *words]
-    return subprocess.run(
-        [str(word) for word in command],
-        cwd=ROOT,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-
-
-def succeeds(*words):
-    "What a run on two ranks says."
-    done = launched(*words)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return done.stdout
-
-
-def on_two_ranks(folder, *words):
-    "Options of a small run."
+def options_of(folder, *words):
+    "Options of a small run for two ranks."
     (folder / "prompts.txt").write_text("\n".join(FOUR_PROMPTS) + "\n")
     if not (folder / "green.py").exists():
         (folder / "green.py").write_text(GREEN)
@@ -225,15 +163,16 @@ def test_a_run_on_two_ranks_writes_once_and_goes_on_bit_for_bit(tmp_path, full):
     words = ["--model.component", "both", "--training.eval_samples", 1]
     words += ["--training.eval_prompts", 1, "--training.mini_batches", 2]
     words += ["--training.updates_per_rollout", 2, *(ALL_WEIGHTS if full else ADAPTERS)]
-    said = succeeds(*on_two_ranks(tmp_path, *words))
-    assert said.count("loading") == 1 and "on 2 ranks" in said
+    done = torchrun("-m", "glm_grpo.train", *options_of(tmp_path, *words))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("loading") == 1 and "on 2 ranks" in done.stdout
     straight, checkpoints = without_seconds(run), run / "checkpoints"
     assert steps(run) == [1, 2]
     final = weights(checkpoints / "checkpoint_final")
     check_files(final, checkpoints, full)
     for name in ("checkpoint_final", "checkpoint_step_2"):
         shutil.rmtree(checkpoints / name)
-    succeeds("--resume", "latest", "--output_dir", run, "--trust_run_code")
+    succeed(on_ranks(2, tmp_path, resume, "latest", "--output_dir", run))
     assert without_seconds(run) == straight
     assert weights(checkpoints / "checkpoint_final") == final
 
@@ -242,7 +181,7 @@ def test_a_rank_that_fails_alone_says_so_and_ends_all(tmp_path):
     """Out of memory in the update, on one rank, where leaving the process group waits for the
     peers: they wait for gradients."""
     begun = time.monotonic()
-    done = launched(*on_two_ranks(tmp_path), program=["tests/programs/fails_alone.py"])
+    done = torchrun("tests/programs/fails_alone.py", *options_of(tmp_path))
     assert done.returncode != 0 and time.monotonic() - begun < 200
     assert "error: Out of memory. Lower training.micro_batch_size" in done.stderr
     assert re.search(r"rank *: 1 .*\n.*exitcode *: 2", done.stderr), done.stderr[-3000:]
@@ -264,7 +203,7 @@ def test_a_rank_that_is_killed_ends_the_others(tmp_path):
     is whole."""
     (tmp_path / "green.py").write_text(KILLED)
     begun = time.monotonic()
-    done = launched(*on_two_ranks(tmp_path, "--num_steps", 100))
+    done = torchrun("-m", "glm_grpo.train", *options_of(tmp_path, "--num_steps", 100))
     assert done.returncode != 0 and time.monotonic() - begun < 200
     assert "Signal 9 (SIGKILL)" in done.stderr, done.stderr[-3000:]
     there = (tmp_path / "run/checkpoints").iterdir()
@@ -272,3 +211,62 @@ def test_a_rank_that_is_killed_ends_the_others(tmp_path):
     assert kept
     for checkpoint in kept:
         assert step_of(checkpoint) == 1 and weights(checkpoint)
+
+
+def test_an_evaluation_scores_no_token(monkeypatch):
+    "One forward pass over all prompts takes 0.43 GB per prompt at 1024 x 1024."
+    model, scored = GLMImageWrapper(device="cpu", torch_dtype="float32"), []
+    monkeypatch.setattr(model, "compute_token_logprobs", lambda rollout, size: scored.append(size))
+    size = {"height": 64, "width": 64, "num_inference_steps": 2, "temperature": 3, "top_p": 1}
+    found = evaluate(model, HeldOut(HELD_OUT), lambda images: images.mean((1, 2, 3)), **size)
+    assert scored == [] and len(found["rewards"]) == len(HELD_OUT)
+    rollout = model.generate_with_tracking(PROMPTS[:1], score=False, **size)
+    assert rollout.token_logprobs is None and "no" not in repr(rollout)
+
+
+def numbers_of(result):
+    return {name: value for name, value in result.items() if name != "seconds"}
+
+
+def test_two_ranks_measure_what_one_process_measures(tmp_path):
+    """Bit for bit. Images are denoised one by one, because on a CPU, too, the last bit of an image
+    depends on how many are computed together."""
+    (tmp_path / "prompts.txt").write_text("a cat\n")
+    (tmp_path / "heldout.txt").write_text("\n".join(HELD_OUT) + "\n")
+    (tmp_path / "green.py").write_text(GREEN)
+    words = ["--data.prompts_file", tmp_path / "prompts.txt", "--data.image_size", 64]
+    words += ["--data.eval_prompts_file", tmp_path / "heldout.txt"]
+    words += ["--rollout.num_inference_steps", 2, "--rollout.temperature", 3, "--rollout.top_p", 1]
+    words += ["--reward.functions", f"{tmp_path}/green.py:green", "--model.device", "cpu"]
+    words += ["--training.eval_samples", 2, "--rollout.batch_size", 1]
+    assert evaluate_main(*words, "--output_dir", tmp_path / "one") == 0
+    said = succeed(on_ranks(2, tmp_path, evaluate_main, *words, "--output_dir", tmp_path / "two"))
+    assert said.count("written:") == 1
+    one, two = (read_json(tmp_path / name / "eval.json")["before"] for name in ("one", "two"))
+    assert len({json.dumps(row) for row in one["rewards"]}) == len(HELD_OUT)  # noise differs
+    assert numbers_of(two) == numbers_of(one)
+    assert one["pictures"] == 2 * len(HELD_OUT)
+    pictures = [(tmp_path / name / "before_after.png").read_bytes() for name in ("one", "two")]
+    assert pictures[0] == pictures[1]
+
+
+def test_a_run_on_two_ranks_evaluates_together(tmp_path):
+    "Before, in between and after: each prompt once, and only the first rank writes."
+    judged = tmp_path / "judged.txt"  # one write per call: two processes append to it
+    note = (
+        f"    with open({str(judged)!r}, 'a') as out:\n        out.write(f'{{len(images)}}\\n')\n"
+    )
+    counting = GREEN.replace("    return", note + "    return")
+    (tmp_path / "green.py").write_text(counting)
+    (tmp_path / "heldout.txt").write_text("\n".join(HELD_OUT) + "\n")
+    words = ["--training.eval_samples", 1, "--training.eval_interval", 1, "--num_steps", 2]
+    words += ["--data.eval_prompts_file", tmp_path / "heldout.txt"]
+    said = succeed(on_ranks(2, tmp_path, main, *options_of(tmp_path, *words)))
+    assert said.count("measuring 5 held-out prompts") == 2
+    run = tmp_path / "run"
+    history = read_jsonl(run / "eval_history.jsonl")
+    assert [line["step"] for line in history] == [0, 1, 2]
+    assert all(len(line["rewards"]) == len(HELD_OUT) for line in history)
+    counts = [int(line) for line in judged.read_text().splitlines()]
+    assert sum(counts) >= 3 * len(HELD_OUT)
+    assert max(counts) < len(HELD_OUT), "one rank judged all prompts"

@@ -11,9 +11,10 @@ import sys
 import pytest
 import torch
 from helpers import GREEN, PROMPTS, ROOT, write_images
+from ranks import free_port, on_ranks
 from second_device.guard import build_library
 from second_device.small_model import make_small_model
-from test_ranks import free_port, start_ranks
+
 
 FOLDER = ROOT / "tests/second_device"
 
@@ -62,5 +63,6 @@ def test_the_cases_of_two_ranks(prepared, tmp_path):
     (tmp_path / "green.py").write_text(GREEN)
     ports = " ".join(str(free_port()) for _ in range(9))
     own = prepared | {"RANKS_FOLDER": tmp_path, "PORTS": ports}
-    for status, text in start_ranks(2, cases_of("rank_cases.py"), 600, **own):
+    command = cases_of("rank_cases.py")
+    for status, text in on_ranks(2, tmp_path, os.execv, command[0], command, seconds=600, **own):
         check(status, text, 7)

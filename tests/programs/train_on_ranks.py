@@ -2,8 +2,8 @@
 
 python tests/programs/train_on_ranks.py '{"prompts": [...], "component": "ar", ...}'
 
-Writes what it sampled and its gradients to OUT/WORLD_RANK.pt. Run by tests/test_ranks.py and
-tests/test_machines.py.
+Writes what it sampled and its gradients to OUT/WORLD_RANK.pt. tests/test_ranks.py and
+tests/test_machines.py use it.
 """
 
 import json
