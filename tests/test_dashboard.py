@@ -8,9 +8,10 @@ import pytest
 import torch
 from PIL import Image
 
-from glm_grpo.data.rollout import Rollout
-from glm_grpo.training.callbacks import Callback, ProgressBar
+from glm_grpo.data.rollout import Rollout, Samples
+from glm_grpo.training.callbacks import Callback, Dashboard, ProgressLines
 from glm_grpo.training.callbacks import callbacks_or_default, experience_html
+from glm_grpo.training.experience import Experience
 from glm_grpo.training.figures import NO_BREAK
 from glm_grpo.training.toy import ICONS, ToyPainter, ToyStudio, icon_images, nearness
 from glm_grpo.training.trainer import MinimalGRPOTrainer
@@ -59,8 +60,8 @@ def test_in_a_notebook_a_training_updates_one_area_each_step(kernel, capsys):
     history = trainer.train(5)
     assert len(kernel.begun) == 1 and len(kernel.updates) == 5
     for i, (shown, line) in enumerate(zip(kernel.updates, history)):
-        assert f"Step {i + 1}/5: reward {line['reward_mean']:.3f}" in shown
-        assert f'<progress value="{i + 1}" max="5"' in shown and " left" in shown
+        assert f"Step {i + 1}: reward {line['reward_mean']:.3f}" in shown
+        assert f'<progress value="{i + 1}" max="5"' in shown and f"step {i + 1}/5, " in shown
         assert (f"reward of steps 1 to {i + 1}" in shown) == (i > 0)
         assert "agreement of sampling" in shown
     rewards = trainer.last_experience.rewards[:4].sort(descending=True).values
@@ -69,7 +70,21 @@ def test_in_a_notebook_a_training_updates_one_area_each_step(kernel, capsys):
     assert capsys.readouterr().out == ""
     trainer.train(2)  # another area, whose curve goes on
     assert len(kernel.begun) == 2 and len(kernel.updates) == 7
-    assert "steps 1 to 7" in kernel.updates[-1] and "Step 7/7" in kernel.updates[-1]
+    assert "steps 1 to 7" in kernel.updates[-1] and "step 7/7" in kernel.updates[-1]
+
+
+def test_a_dashboard_may_look_rarely_and_says_where_training_stopped(kernel):
+    class Break(Callback):
+        def on_step_end(self, trainer, metrics, experience):
+            if trainer.step == 8:
+                raise OSError("disk full")
+
+    trainer = make_trainer(callbacks=[Dashboard(every=3), Break()])
+    with pytest.raises(OSError, match="disk full"):
+        trainer.train(10)
+    steps = [re.search('<progress value="(.)"', shown)[1] for shown in kernel.updates]
+    assert steps == ["1", "3", "6", "8"] and "steps 1 to 8" in kernel.updates[-1]
+    assert repr(trainer.callbacks[0]) == "Dashboard(training stopped after step 8 of 10)"
 
 
 @pytest.mark.parametrize("shell", ["absent", None, SimpleNamespace()])
@@ -80,7 +95,7 @@ def test_outside_a_notebook_lines_are_printed(monkeypatch, capsys, shell):
         ipython = SimpleNamespace(get_ipython=lambda: shell)
         monkeypatch.setitem(sys.modules, "IPython", ipython)
     trainer = make_trainer()
-    assert [type(callback) for callback in trainer.callbacks] == [ProgressBar]
+    assert [type(callback) for callback in trainer.callbacks] == [ProgressLines]
     if shell == "absent":
         assert "IPython" not in sys.modules
     trainer.train(2)
@@ -127,7 +142,7 @@ def test_sources_stand_first_and_prompts_are_text():
     red = Image.new("RGB", (8, 8), "red")
     prompts = ["<b>a cat</b>"] * 2
     rollout = Rollout(prompts, torch.zeros(2, 3, 8, 8), source_images=[[red]] * 2)
-    experience = SimpleNamespace(rollout=rollout, rewards=torch.tensor([0.1, 0.9]), samples={})
-    shown = experience_html(experience)
+    samples = {"ar": Samples(rollout, old_logprobs=None, group_size=2)}
+    shown = experience_html(Experience(rollout, samples, {}, torch.tensor([0.1, 0.9]), {}))
     assert captions(shown) == ["source", "0.900", "0.100"]
     assert "&lt;b&gt;a cat" in shown and "<b>" not in shown + rollout._repr_html_()

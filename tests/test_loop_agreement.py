@@ -10,7 +10,7 @@ from glm_grpo.data.basics import refusal
 from glm_grpo.model import rollouts
 from glm_grpo.model.wrapper import GLMImageWrapper
 from glm_grpo.training.agreement import LOOP_KL
-from glm_grpo.training.callbacks import JsonlLogger, ProgressBar
+from glm_grpo.training.callbacks import JsonlLogger, ProgressLines
 from glm_grpo.training.trainer import MinimalGRPOTrainer
 
 TINY = str(ROOT / "data/tiny-glm-image")
@@ -96,7 +96,7 @@ def test_an_adapter_that_is_lost_later_is_found_in_its_step(monkeypatch):
 def test_allow_ratio_gap_warns_once_and_trains(monkeypatch, tmp_path, capsys):
     heat_the_loop(monkeypatch, 1.05)
     log = JsonlLogger(tmp_path / "metrics.jsonl")
-    trainer = trainer_of(callbacks=[ProgressBar(), log], allow_ratio_gap=True)
+    trainer = trainer_of(callbacks=[ProgressLines(), log], allow_ratio_gap=True)
     with pytest.warns(UserWarning, match="ar: scoring and the sampling loop differ") as warned:
         lines = trainer.train(2)
     assert len(warned) == 1 and capsys.readouterr().out.count("ar: scoring and the sampling") == 1

@@ -99,7 +99,7 @@ def test_the_policy_allows_one_script_and_one_style_and_nothing_from_elsewhere(w
     for tag in ("script", "style"):
         (inline,) = re.findall(f"<{tag}>(.*?)</{tag}>", seen.text, re.DOTALL)
         digest = base64.b64encode(hashlib.sha256(inline.encode()).digest()).decode()
-        assert policy[f"{tag}-src"] == [f"'sha256-{digest}'"]
+        assert policy[f"{tag}-src"] == [f"'sha256-{digest}'"], "page.html needs this hash"
     for tag, attributes in seen.tags:
         assert tag not in ("link", "iframe", "object", "base", "form")
         assert not [name for name in attributes if name.startswith("on") or name == "style"]
@@ -138,7 +138,7 @@ def test_a_card_shows_the_seed_that_changed(write):
 
 def test_a_card_without_a_gain_shows_the_seed_that_moved(write):
     grey = [[Image.new("RGB", (4, 4)), Image.new("RGB", (4, 4), "white")]]
-    one = result(0, prompts=1, rewards=[[0.5, 0.25]], images=grey, sources=None, values={})
+    one = result(0, prompts=1, rewards=[[0.5, 0.25]], images=grey, sources=None, metrics={})
     two = one | {"rewards": [[0.25, 0.5]]}
     assert "above: seed 1" in write(one, two).text
     three = [one | {"rewards": [[0.5, 0, 1]], "images": [grey[0] * 2]} for _ in range(2)]
@@ -214,7 +214,6 @@ def test_the_curves_of_the_steps_and_of_the_evaluations(write, steps, evaluation
     history = [result(shift / 2) | {"step": shift} for shift in range(evaluations)]
     seen = write(history[0], history[-1], lines=lines_of(steps), history=history)
     assert sum(at.get("class") == "curve" for _, at in seen.tags) == curves
-    assert ("curves" in [attributes.get("id") for _, attributes in seen.tags]) is bool(curves)
 
 
 def test_a_run_writes_its_steps_and_its_agreement_into_the_page(tmp_path):

@@ -93,8 +93,8 @@ def test_training_does_not_see_its_average(averaged):
 
 
 def test_trackers_get_images_if_they_can_show_them(tmp_path):
-    with_images, without = mock.Mock(), mock.Mock(spec=["log", "finish"])
-    started = {"one": [with_images], "two": [without]}
+    with_images, without = mock.Mock(), mock.Mock(spec=["name", "log", "finish"])
+    started = {"one": with_images, "two": without}
     logger = TrackerLogger(tmp_path, every=3, image_every=5, log_with=["one", "two"])
 
     class Nan(Callback):

@@ -44,7 +44,7 @@ from glm_grpo.training.callbacks import (
     Callback,
     CheckpointCallback,
     JsonlLogger,
-    ProgressBar,
+    ProgressLines,
     SampleGrid,
     TrackerLogger,
 )
@@ -274,7 +274,7 @@ def make_callbacks(config: Config, out: Path, watch: list[Callback]) -> list[Cal
         TrackerLogger(out, training.log_interval, every, trackers),
         SampleGrid(out / "samples", every=every),
         CheckpointCallback(out / "checkpoints", *saved),
-        ProgressBar(every=training.log_interval),
+        ProgressLines(training.log_interval),
     ]
 
 

@@ -26,7 +26,7 @@ from ..rewards.perception import group_diversity, image_statistics
 from ..rewards.weighted import Judging
 from .alarms import reward_hacking_alarm
 from .config import Config, image_height_width
-from ..training.callbacks import Callback, on_terminal
+from ..training.callbacks import Callback
 from ..training.ranks import Ranks
 from ..training.ranks import Share, join_shares, share_rows
 
@@ -250,7 +250,8 @@ def evaluate_config(
         [item["metadata"] for item in items],
     )
     first = ranks is None or ranks.first
-    total, hidden = number * len(seeds), name is None or not first or not on_terminal()
+    # None: hidden unless it goes to a terminal
+    total, hidden = number * len(seeds), True if name is None or not first else None
     with tqdm(total=total, desc=name, unit="image", disable=hidden, mininterval=0.5) as bar:
         result = evaluate(
             model,

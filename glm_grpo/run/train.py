@@ -331,15 +331,14 @@ def write_results(
         history = watch.history
         of_run = {"trained": watch.trained, "agreement": watch.agreement}
     if config:
-        of_run["facts"] = run_facts(config, lines, out)
+        of_run["facts"] = run_facts(config, lines)
     if before and after:
         write_eval(out / "eval.json", before=before, after=after)
         save_figure(before_after_grid(before, after), out / "before_after.png")
     if before:  # also of a run that was interrupted
         write_page(out / "page.html", before, after, history=history, lines=lines, **of_run)
     if lines:
-        found = history or [result for result in (before, after) if result]
-        save_figure(step_curves(lines, found), out / "reward_curve.png")
+        save_figure(step_curves(lines, history or ()), out / "reward_curve.png")
 
 # %% ../../nbs/6_run/19_train.ipynb #n015
 def resume_command(run: Run, checkpoint: str | Path) -> str:

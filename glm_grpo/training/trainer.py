@@ -175,7 +175,7 @@ class MinimalGRPOTrainer(Learner):
         *,
         options: TrainerOptions | None = None,  # in place of group_size to guidance_scale
         ranks: Ranks | None = None,  # processes that share a step's prompts; None: only this one
-        # called in this order; None: a Dashboard in a notebook, else a ProgressBar
+        # called in this order; None: a Dashboard in a notebook, else ProgressLines
         callbacks: Iterable[Callback] | None = None,
         **changes,  # any option of TrainerOptions by its name: beta, micro_batch_size, seed...
     ):
