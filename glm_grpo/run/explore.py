@@ -45,9 +45,6 @@ class SampleTree:
     credit: Tensor  # [G, T] float32, see `clipped_credit`; of tokens times 1 - p
     lay_out: Callable[[Tensor], list[tuple[str, Tensor]]]  # [T] -> [(title, [rows, columns])]
 
-    def __repr__(self):
-        return f"SampleTree({self.prompt!r}, {len(self.images)} samples)"
-
 
 @torch.no_grad()
 def sample_tree(
@@ -65,28 +62,26 @@ def sample_tree(
             f"policy {policy}, group {group}: the step has {groups} such groups, and samples of "
             f"{', '.join(experience.samples)}. Count groups from 0."
         )
-    old = samples.old_logprobs
+    size, scorer = samples.group_size, trainer.policies[policy]
+    own = samples.rows(slice(group * size, (group + 1) * size))
+    old = own.old_logprobs
     if old is None:  # the update computed them; the sampling loop has recorded them as well
-        old = samples.sampling_logprobs
+        old = own.sampling_logprobs
     if old is None:
         raise UserError("the step has no log-probs of its sampling, only those of its update.")
-    size = samples.group_size
-    own = samples.rows(slice(group * size, (group + 1) * size))
-    scorer = trainer.policies[policy]
+    old, advantages = old.float().cpu(), own.advantages.float().cpu()
     new = torch.cat([scorer.score(own.rows([i])) for i in range(size)]).float().cpu()
-    old = old[group * size : (group + 1) * size].float().cpu()
-    advantages = own.advantages.float().cpu()
     ratios = (new - old).exp()
     credit = clipped_credit(ratios, advantages, trainer.options.grpo.clip_range_of(policy))
     if policy == "ar":  # derived by the logit: a token that is certain cannot change
         credit = credit * (1 - new.exp())
-    per_sample = len(experience.rollout) // len(samples)  # images
-    rows = slice(group * size * per_sample, (group + 1) * size * per_sample)
-    images = tensor_to_pil(experience.rollout.image_tensors[rows])
+    images, rewards = experience.rollout.image_tensors, experience.rewards.float().cpu()
+    per_sample = len(images) // len(samples)
+    rows = slice(group * size, (group + 1) * size)
     return SampleTree(
         prompt=own.rollout.prompts[0],
-        images=[images[i : i + per_sample] for i in range(0, len(images), per_sample)],
-        rewards=experience.rewards[rows].float().cpu().view(size, per_sample).mean(1),
+        images=[tensor_to_pil(one) for one in images.split(per_sample)[rows]],
+        rewards=rewards.view(-1, per_sample).mean(1)[rows],
         advantages=advantages,
         old_logprobs=old,
         ratios=ratios,
