@@ -151,8 +151,8 @@ def match_images(
         raise UserError(
             f"{images_dir}: no such folder. Create it and add {number} images, one per prompt."
         )
-    images = [file for file in images_dir.iterdir() if file.suffix.lower() in _IMAGE_SUFFIXES]
-    files = sorted(file for file in images if not file.name.startswith("."))
+    visible = sorted(images_dir.glob("[!.]*"))
+    files = [file for file in visible if file.suffix.lower() in _IMAGE_SUFFIXES]
     numbered = [re.fullmatch(r"(.*?)(\d+)", file.stem) for file in files]
     if all(numbered) and len({match[1] for match in numbered}) == 1:  # one prefix and a number
         keys = [int(match[2]) for match in numbered]

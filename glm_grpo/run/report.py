@@ -44,8 +44,8 @@ def before_after_grid(
             row.append((result["images"][i][0], f"{name} {result['rewards'][i][0]:.2f}"))
         blocks.append((prompt, row))
     means = " → ".join(f"{result['reward_mean']:.3f}" for result in shown.values())
-    size = f"{len(before['prompts'])} {prompts_label(before)}, {before['pictures']} images"
-    return image_grid(blocks, 3 if after else 6, title=f"mean reward {means} ({size} each time)")
+    title = f"mean reward {means} on {len(before['prompts'])} {prompts_label(before)}"
+    return image_grid(blocks, 3 if after else 6, title)
 
 # %% ../../nbs/6_run/11_report.ipynb #n014
 def _card(

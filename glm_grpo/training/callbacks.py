@@ -268,13 +268,9 @@ class TrackerLogger(Callback):
         self.trackers = []
         for name in self.log_with:
             self.trackers.append(start_tracker(name, self.output_dir, trainer.step))
-        self.hook = threading.excepthook
-        threading.excepthook = self.on_thread_error
-
-    def on_thread_error(self, error: threading.ExceptHookArgs) -> None:
-        "TensorBoard's thread meets a full disk; the next `log` raises the same error again."
-        if not issubclass(error.exc_type, OSError):
-            self.hook(error)
+        hook = self.hook = threading.excepthook
+        # where TensorBoard's thread meets a full disk, the next `log` raises the same error
+        threading.excepthook = lambda error: issubclass(error.exc_type, OSError) or hook(error)
 
     def on_step_end(self, trainer, metrics, experience):
         step, numbers = trainer.step, {}

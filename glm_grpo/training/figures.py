@@ -23,7 +23,7 @@ from ..data.basics import atomic_write
 from ..data.images import tensor_to_pil
 from .experience import Experience
 
-SIDE, LINE, MARGIN = 160, 16, 4  # pixels
+SIDE, LINE, MARGIN = 160, 16, 4  # pixels: of an image, of a line of text
 NO_BREAK = "\u00a0"  # a space at which a line does not end
 
 
@@ -32,30 +32,28 @@ def image_grid(
     columns: int = 1,  # blocks beside each other
     title: str = "",
 ) -> Image.Image:
-    "Blocks of images of one size, each under its prompt, as one sheet. Images are reduced to SIDE."
+    "Blocks of images, each under its prompt, as one sheet. Larger images are reduced to SIDE."
     font = ImageFont.truetype(findfont("DejaVu Sans"), 12)
-    sample = blocks[0][1][0][0].copy()
-    sample.thumbnail((SIDE, SIDE))
-    captions = [font.getlength(caption) for _, images in blocks for _, caption in images]
-    cell = math.ceil(max(sample.width, 40, *captions)) + MARGIN
+    first = blocks[0][1][0][0]
+    cell = max(96, min(SIDE, first.width)) + MARGIN  # pixels from one image to the next
     width = cell * max(len(images) for _, images in blocks)
-    texts = [textwrap.fill(prompt, max(20, width // 7)) for prompt, _ in blocks]
+    texts = [textwrap.fill(prompt, width // 7) for prompt, _ in blocks]
     above = LINE * max(text.count("\n") + 1 for text in texts)
-    height = above + sample.height + LINE + 6
+    height = above + min(SIDE, first.height) + 2 * LINE + MARGIN
     columns, top = min(columns, len(blocks)), LINE * bool(title)
     rows = math.ceil(len(blocks) / columns)
-    sheet = Image.new("RGB", (columns * (width + MARGIN), top + rows * height), "white")
+    sheet = Image.new("RGB", (columns * width + MARGIN, top + rows * height), "white")
     draw = ImageDraw.Draw(sheet)
     draw.text((MARGIN, 1), title, "black", font)
     for i, (text, (_, images)) in enumerate(zip(texts, blocks)):
-        x = MARGIN + i % columns * (width + MARGIN)
-        y = top + i // columns * height
+        x, y = MARGIN + i % columns * width, top + i // columns * height
         draw.multiline_text((x, y + 1), text, "black", font, spacing=2)
         for image, caption in images:
             small = image.convert("RGB")
             small.thumbnail((SIDE, SIDE))
             sheet.paste(small, (x, y + above))
-            draw.text((x, y + above + small.height), caption, "gray", font)
+            below = textwrap.fill(caption, cell // 7)
+            draw.multiline_text((x, y + above + small.height), below, "gray", font, spacing=2)
             x += cell
     return sheet
 
