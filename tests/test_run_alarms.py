@@ -16,12 +16,9 @@ def column(values):
 BEFORE = np.array([0.1, 0.4, 0.6, 0.9])
 FIRST = {
     "step": 0,
-    "reward_mean": 0.5,
     "rewards": column(BEFORE),
-    "metrics": {"sign": 0.5, "scene": 0.9},
+    "metrics": {"scene": 0.9},
     "values": {"scene": column([1, 1, 1, 0.6])},
-    "statistics": {"brightness": 0.4},
-    "diversity": 0.2,
 }
 LATER = FIRST | {
     "step": 10,
@@ -35,13 +32,13 @@ def with_scene(record, *values):
 
 
 def means(step, brightness=0.4, diversity=0.2):
-    "An evaluation that kept only means; the reward rises with the step."
-    statistics = {"brightness": brightness}
+    "An evaluation of one prompt; the reward rises with the step."
+    values = {"brightness": [[brightness]], "diversity": [[diversity]]}
     return {
         "step": step,
-        "reward_mean": step / 10,
-        "statistics": statistics,
-        "diversity": diversity,
+        "rewards": [[step / 10]],
+        "statistics": {"brightness": brightness},
+        "values": values,
     }
 
 
@@ -69,8 +66,8 @@ def test_silent_unless_the_reward_rose_by_more_than_its_error():
 )
 def test_the_size_of_a_file_never_warns(name, count):
     run = [
-        FIRST | {"metrics": {name: 9}, "values": {}},
-        LATER | {"metrics": {name: 1}, "values": {}},
+        FIRST | {"metrics": {name: 9}, "values": {name: [[9]] * 4}},
+        LATER | {"metrics": {name: 1}, "values": {name: [[1]] * 4}},
     ]
     assert len(reward_hacking_alarm(run)) == count
 
@@ -90,7 +87,6 @@ def test_a_metric_may_start_at_zero_or_below():
 
 def test_one_prompt_has_no_error_so_a_quarter_decides():
     first = {
-        "reward_mean": 0.1,
         "rewards": [[0.1]],
         "metrics": {"scene": 1.0},
         "values": {"scene": [[1.0]]},

@@ -19,9 +19,6 @@ from ..data.basics import UserError
 from ..training.figures import ShownFigure
 
 # %% ../../nbs/6_run/06_alarms.ipynb #c05n008
-_ROUNDING = 1e-6  # smaller shares of the scores are rounding: float32 has steps of 1.2e-7
-
-
 def paired_difference(
     before: ArrayLike,  # [P, S] one number per prompt and seed; NaN or None: nothing to score
     after: ArrayLike,  # [P, S] the same prompts and seeds, later
@@ -36,13 +33,12 @@ def paired_difference(
             f"Two evaluations of {list(x.shape)} and {list(y.shape)} numbers (prompts, seeds) "
             "cannot be compared in pairs. Evaluate both on the same prompts with the same seeds."
         )
-    there = ~np.isnan(x + y)
-    seeds = there.sum(axis=1)
-    sums = np.where(there, [x, y], 0).sum(axis=2)[:, seeds > 0]
-    x, y = sums / seeds[seeds > 0]
+    missing = np.isnan(x + y)
+    of_prompts = np.ma.array([x, y], mask=[missing, missing]).mean(axis=2)
+    x, y = np.ma.compress_cols(of_prompts)
     if not len(x):
         return math.nan, math.nan, math.nan, 0
-    rounding = _ROUNDING * max(np.abs(x).max(), np.abs(y).max())
+    rounding = 1e-6 * max(np.abs(x).max(), np.abs(y).max())  # float32 has steps of 1.2e-7
     y = np.where(np.abs(y - x) < rounding, x, y)
     error = math.nan
     if len(x) > 1:
@@ -60,7 +56,7 @@ class Change:
     before: float
     after: float
     error: float  # standard error of the difference; NaN if it is not known
-    prompts: int  # prompts that count; 0 if only means were kept
+    prompts: int  # prompts that count
     trained: bool  # it has a weight in the reward
 
     @property
@@ -86,38 +82,32 @@ def prompts_label(
     return "held-out prompts" if result.get("prompts_are_held_out", True) else "training prompts"
 
 # %% ../../nbs/6_run/06_alarms.ipynb #c05n018
-def _numbers_of(record: dict) -> dict:
-    "(kind, name) -> (mean, values [P][S] or None) of a result of `evaluate` or its JSON line."
-    values = record.get("values") or {}
-    numbers = {("reward", "reward"): (record.get("reward_mean"), record.get("rewards"))}
+def _tables_of(record: dict) -> dict:
+    "(kind, name) -> numbers [P][S] of a result of `evaluate`, or of its JSON line."
+    tables, values = {("reward", "reward"): record["rewards"]}, record.get("values") or {}
     for kind in ("metrics", "statistics"):
-        for name, mean in (record.get(kind) or {}).items():
-            numbers[kind, name] = mean, values.get(name)
-    if record.get("diversity") is not None:
-        numbers["diversity", "diversity"] = record["diversity"], values.get("diversity")
-    return numbers
+        for name in record.get(kind) or ():
+            if name in values:
+                tables[kind, name] = values[name]
+    if "diversity" in values:
+        tables["diversity", "diversity"] = values["diversity"]
+    return tables
 
 
 def compare_evaluations(
-    # a result of `evaluate`, or a dict with reward_mean and any of: rewards [P][S],
-    # metrics {name: mean}, statistics {name: mean}, diversity, values {name: [P][S]}
+    # a result of `evaluate`, or a dict with rewards [P][S] and perhaps metrics and statistics
+    # (whose keys are their names) and values {name: [P][S]} of these and of diversity
     before: dict,
     after: dict,  # the same, later
     trained: Sequence[str] = (),  # names of the metrics that have a weight in the reward
 ) -> list[Change]:  # the reward first
     "Every number that both evaluations have. Raises UserError as `paired_difference` does."
-    later, changes = _numbers_of(after), []
-    for (kind, name), (x_mean, x) in _numbers_of(before).items():
-        if (kind, name) not in later:
-            continue
-        y_mean, y = later[kind, name]
-        if x is not None and y is not None:
-            paired = paired_difference(x, y)
-        else:
-            means = [math.nan if mean is None else float(mean) for mean in (x_mean, y_mean)]
-            paired = *means, math.nan, 0
-        is_trained = kind == "reward" or (kind == "metrics" and name in trained)
-        changes.append(Change(kind, name, *paired, trained=is_trained))
+    later, changes = _tables_of(after), []
+    for (kind, name), table in _tables_of(before).items():
+        if (kind, name) in later:
+            paired = paired_difference(table, later[kind, name])
+            is_trained = kind == "reward" or (kind == "metrics" and name in trained)
+            changes.append(Change(kind, name, *paired, trained=is_trained))
     return changes
 
 # %% ../../nbs/6_run/06_alarms.ipynb #n010
@@ -216,11 +206,9 @@ def reward_hacking_alarm(
     stop = f"or stop at step {steps[good]}, before that" if good else "and start again"
     for key in judged.alarms():
         reward, change = judged.changes[-1]["reward", "reward"], judged.changes[-1][key]
-        details = [f"since step {steps[judged.gone_since(key)]}"]
-        if change.error > 0:
-            details.insert(0, f"{abs(change.in_errors):.1f} standard errors")
-        if change.before:
-            details.insert(0, f"{change.difference / abs(change.before):+.0%}")
+        since = steps[judged.gone_since(key)]
+        share = f"{change.difference / abs(change.before):+.0%}, " if change.before else ""
+        errors = f"{abs(change.in_errors):.1f} standard errors, " if change.error > 0 else ""
         subject, fix = f"the images' {change.name}", "Add a metric that sees it to"
         if change.kind == "metrics":
             subject = f"{change.name}, which is not trained,"
@@ -229,7 +217,7 @@ def reward_hacking_alarm(
             f"The trained reward rose from {reward.before:.3g} to {reward.after:.3g} "
             f"(step {steps[0]} to {steps[-1]}) while {subject} "
             f"{'rose' if change.difference > 0 else 'fell'} from {change.before:.3g} to "
-            f"{change.after:.3g} ({', '.join(details)}). {fix} "
+            f"{change.after:.3g} ({share}{errors}since step {since}). {fix} "
             f"reward.metrics, raise reward.grpo.beta, lower training.learning_rate, {stop}."
         )
     return messages
