@@ -136,16 +136,6 @@ def test_a_card_shows_the_seed_that_changed(write):
     assert "before 0.25" in texts and "after 0.75" in texts and "<b> 0.2 → 0.2" in texts
 
 
-def test_a_card_without_a_gain_shows_the_seed_that_moved(write):
-    grey = [[Image.new("RGB", (4, 4)), Image.new("RGB", (4, 4), "white")]]
-    one = result(0, prompts=1, rewards=[[0.5, 0.25]], images=grey, sources=None, metrics={})
-    two = one | {"rewards": [[0.25, 0.5]]}
-    assert "above: seed 1" in write(one, two).text
-    three = [one | {"rewards": [[0.5, 0, 1]], "images": [grey[0] * 2]} for _ in range(2)]
-    three[1] = three[1] | {"rewards": [[0.5, 1, 0]]}
-    assert "above: seed 2" in write(*three).text
-
-
 def test_the_largest_changes_stand_first_and_long_lists_are_cut(write):
     before, after = result(0), result(1)
     after["rewards"][7] = [-3.0]

@@ -114,9 +114,8 @@ class ProgressLines(Callback):
     def on_step_end(self, trainer, metrics, experience):
         step, last = trainer.step, trainer.last_step
         if trainer.agreement and step == self.pace.first + 1:
-            print(
-                f"agreement of sampling and scoring before the first update:\n{trainer.agreement}"
-            )
+            print("agreement of sampling and scoring before the first update:")
+            print(trainer.agreement)
         if is_due(step, self.every) or step == last:
             place = f"{time.strftime('%H:%M:%S')}  step {step:{len(str(last))}d}/{last}"
             print(f"{place}  {describe_step(trainer)}, {self.pace.of(trainer)}", flush=True)
@@ -258,10 +257,10 @@ class TrackerLogger(Callback):
         output_dir: str | Path,
         every: int = 1,  # steps between two points of a curve
         image_every: int = 10,  # steps between images; 0: none
-        log_with: Iterable[str] = ("tensorboard",),  # names of accelerate's trackers
+        log_with: str | Iterable[str] = "tensorboard",  # names of accelerate's trackers
     ):
-        self.output_dir, self.log_with = Path(output_dir), log_with
-        self.every, self.image_every = every, image_every
+        self.output_dir, self.every, self.image_every = Path(output_dir), every, image_every
+        self.log_with = [log_with] if isinstance(log_with, str) else log_with
 
     def on_train_begin(self, trainer):
         "UserError: a tracker cannot start."
@@ -337,12 +336,13 @@ class Dashboard(Callback):
     "One area in a notebook: progress and time left, the trainer, the newest images."
 
     def __init__(self, every: int = 1):  # steps between two updates
-        self.every, self.trainer, self.text = every, None, "no step yet"
+        self.every, self.trainer, self.text = every, None, "not started"
 
     def on_train_begin(self, trainer):
         from IPython.display import display as show
 
         self.trainer, self.experience, self.pace = trainer, None, Pace(trainer)
+        self.text = f"step {trainer.step}/{trainer.last_step}"
         self.area = show(self, display_id=True)
 
     def on_step_end(self, trainer, metrics, experience):
