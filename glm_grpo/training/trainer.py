@@ -285,6 +285,7 @@ class MinimalGRPOTrainer(Learner):
     def load_checkpoint(self, path: str | Path) -> None:
         "Resume from a checkpoint, see `glm_grpo.training.checkpoints.load_checkpoint`."
         checkpoints.load_checkpoint(path, self)
+        self.history = [line for line in self.history if line["step"] <= self.step]
 
     def __repr__(self):
         options, name = self.options, getattr(self.model, "name", type(self.model).__name__)
