@@ -123,11 +123,8 @@ def fit_image(
     image: Image.Image,
     image_size: int | Sequence[int],  # pixels: one number, or (height, width)
 ) -> Image.Image:  # of that size
-    """Resize to cover `image_size` (Lanczos), then crop the centre. An image of that size is
-    returned unchanged. UserError as `height_width`."""
+    "Resize to cover `image_size` (Lanczos), then crop the centre. UserError as `height_width`."
     height, width = height_width(image_size)
-    if image.size == (width, height):
-        return image
     return ImageOps.fit(image, (width, height), Image.Resampling.LANCZOS)
 
 # %% ../../nbs/2_data/03_images.ipynb #c865c9b

@@ -136,9 +136,7 @@ def write_page(
             "The two evaluations are of different prompts, so their images cannot stand "
             "side by side. Evaluate both on the same prompts."
         )
-    rows = {}  # changes with equal numbers share a row
-    for one in compare_evaluations(before, after or evaluations[-1], trained):
-        rows.setdefault((one.before, one.after, one.error, one.trained), []).append(one)
+    rows = compare_evaluations(before, after or evaluations[-1], trained)
     gains = np.subtract((after or before)["rewards"], before["rewards"])
     change = gains.mean(1).round(6)  # below that it is rounding
     order = np.argsort(-np.abs(change), kind="stable").tolist()
@@ -157,7 +155,7 @@ def write_page(
         title=title,
         before=before,
         after=after,
-        rows=list(rows.values()),
+        rows=rows,
         last=evaluations[-1],
         kind=prompts_label(before),
         alarms=reward_hacking_alarm(evaluations, trained),
