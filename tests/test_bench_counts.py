@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from glm_grpo.model.adapters import LoraOptions, add_lora
 from glm_grpo.model.denoise import make_conditions, predict_velocity
-from glm_grpo.model.sizes import PUBLISHED, build_ar, build_part, published_layout
+from glm_grpo.model.memory import PUBLISHED, build_ar, build_part, published_layout
 from glm_grpo.run.command_line import parse_args
 from glm_grpo.run.plan import Step, forward_flop
 

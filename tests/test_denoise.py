@@ -14,7 +14,7 @@ from PIL import Image
 
 from glm_grpo.data.basics import refusal
 from glm_grpo.maths.noise import named_noise
-from glm_grpo.model import adapters, loading, sizes
+from glm_grpo.model import adapters, loading, memory
 from glm_grpo.model.denoise import ImageInputs, sample_latents, score_latents
 from glm_grpo.model.denoise import NoiseOptions
 from glm_grpo.model.latents import decode_latents, encode_sources
@@ -193,13 +193,13 @@ def test_an_adapter_goes_around(tmp_path):
 
 
 def test_layout_needs_a_whole_model(empty_model):
-    assert "its header cannot be read" in refusal(sizes.model_layout, empty_model)
+    assert "its header cannot be read" in refusal(memory.model_layout, empty_model)
     (empty_model / "vae/config.json").unlink()
-    assert "vae/config.json: " in refusal(sizes.model_layout, empty_model)
+    assert "vae/config.json: " in refusal(memory.model_layout, empty_model)
 
 
 def test_unknown_hub_ids_have_no_layout():
-    message = refusal(sizes.model_layout, "nobody/no-such-model")
+    message = refusal(memory.model_layout, "nobody/no-such-model")
     assert message.endswith("hf download nobody/no-such-model")
 
 
@@ -208,6 +208,6 @@ def test_shapes_of_several_files(tmp_path):
 
     save_file({"a": torch.zeros(2, 3)}, tmp_path / "one.safetensors")
     save_file({"b": torch.zeros(4), "c": torch.zeros(())}, tmp_path / "two.safetensors")
-    shapes = sizes.tensor_shapes(tmp_path)
+    shapes = memory.tensor_shapes(tmp_path)
     assert shapes == {"a": (2, 3), "b": (4,), "c": ()}
-    assert sizes.numbers_in(shapes) == 6 + 4 + 1
+    assert memory.numbers_in(shapes) == 6 + 4 + 1

@@ -3,7 +3,7 @@
 import pytest
 from helpers import ROOT, read_json
 
-from glm_grpo.model.sizes import published_layout
+from glm_grpo.model.memory import published_layout
 from glm_grpo.run.command_line import parse_args
 from glm_grpo.run.plan import Step, estimate_memory
 

@@ -6,7 +6,7 @@ import re
 import pytest
 from helpers import ROOT
 
-from glm_grpo.model.sizes import published_layout
+from glm_grpo.model.memory import published_layout
 from glm_grpo.run import plan
 from glm_grpo.run.command_line import parse_args
 from glm_grpo.run.plan import GPUS, Step, count_work, estimate_memory, read_machine, step_seconds

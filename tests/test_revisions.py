@@ -4,7 +4,7 @@ import pytest
 from helpers import ROOT
 
 from glm_grpo.data.prompts import T2IDataset
-from glm_grpo.model.sizes import local_folder, model_layout
+from glm_grpo.model.memory import local_folder, model_layout
 from glm_grpo.run.config import Config
 from glm_grpo.run.plan import longest_prompt
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ..data.basics import UserError
 from ..data.basics import check_options, collect, option_value, refuse
-from ..model.sizes import local_folder
+from ..model.memory import local_folder
 from ..rewards.registry import BRING_WEIGHTS, METRICS
 from glm_grpo.run.config import (
     Config,

@@ -24,7 +24,7 @@ from ..data.basics import UserError
 from ..data.prompts import T2IDataset, collate
 from ..model.adapters import LORA_PLACES, LoraOptions
 from ..model.loading import load_prompt_parts, pick_device, pick_dtype
-from ..model.sizes import local_folder, model_layout, numbers_in
+from ..model.memory import local_folder, model_layout, numbers_in
 from ..model.tokens import check_prompt_lengths
 from ..rewards.calling import RewardError, where_raised
 from .build import each_reward, load_model, make_trainer
