@@ -23,9 +23,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from glm_grpo.bench.clock import own_random_numbers, seconds_of
+from glm_grpo.bench.program import own_random_numbers, seconds_of
 from glm_grpo.maths.noise import named_uniforms
-from glm_grpo.model.decode_step import CudaGraphs, Recorder, recorder_for
+from glm_grpo.model.decode_step import CudaGraphs, recorder_for
 from glm_grpo.model.loading import pick_device
 from glm_grpo.model.sampling import Decisions, SamplingLoop, sample_tokens
 from glm_grpo.model.scoring import score_tokens
@@ -281,7 +281,7 @@ def count_launches(work: Callable[[], object]) -> int:
     return sum(event.count for event in events.key_averages() if "Launch" in event.key)
 
 
-def timed_steps(work: SamplingWork, recorder: Recorder, launches) -> tuple[Tensor, str]:
+def timed_steps(work: SamplingWork, recorder: CudaGraphs, launches) -> tuple[Tensor, str]:
     "(tokens of all steps, milliseconds and launches per step)"
     decisions, warm_up = work.decisions(), 3
     recorder.warm_up(decisions.step, warm_up)
@@ -298,7 +298,7 @@ def timed_steps(work: SamplingWork, recorder: Recorder, launches) -> tuple[Tenso
 
 def compare_recorders(
     work: SamplingWork,
-    graphs: Recorder,
+    graphs: CudaGraphs,
     launches: Callable[[Callable[[], object]], int] = count_launches,
 ) -> str:
     "The same tokens with and without recorded steps."

@@ -30,10 +30,10 @@ from glm_grpo.data import scenes
 from glm_grpo.data.basics import atomic_dir
 from glm_grpo.data.images import pil_to_tensor
 from glm_grpo.data.scenes import GROUNDS, PLACES, SIDE, SIGN, Drawings, Scene
-from glm_grpo.model import tiny_model
 from glm_grpo.model.latents import latent_statistics
 from glm_grpo.model.loading import load_pipeline
 from glm_grpo.model.latents import Source, source_cache
+from glm_grpo.model.tiny_model import make_pipeline
 from glm_grpo.model.tokens import prepare_prompts, upsample_tokens
 
 DRAWINGS = Drawings("data/drawings")
@@ -365,24 +365,37 @@ def train_dit(pipe, data, latents, steps, lr, seed, with_edits=False) -> list[di
 # The codebook
 
 
-def preview_view(
-    images: Tensor,  # [N, 3, 128, 128] in [0, 1]
-) -> Tensor:  # [N, 3, 256, 256]
+def preview_view(images: Tensor) -> Tensor:  # [N, 3, 128, 128] in [0, 1] -> [N, 3, 256, 256]
     "The image that the tokens of the preview encode: low frequencies only."
     return F.interpolate(F.avg_pool2d(images, 4), scale_factor=8, mode="bilinear")
 
 
-def spherical_kmeans(
-    f: Tensor,  # [M, d] of length 1
-    weights: Tensor,  # [M]
-    k: int,
-    generator: torch.Generator,  # of the first centres
-    rounds: int,
-) -> Tensor:  # [k, d] of length 1
-    "k-means on directions. A centre without points moves to one of the points that fit worst."
+def large_view(images: Tensor) -> Tensor:  # [N, 3, 128, 128] in [0, 1] -> [N, 3, 64, 64]
+    "The image that the tokens of the large grid encode: half the size, as of a source."
+    return F.avg_pool2d(images, 2)
+
+
+def patches_of(views: Tensor) -> Tensor:  # [N, 3, 16h, 16w] in [0, 1] -> [N, h*w, 768] in [-1, 1]
+    "The vision tower's patches, as the processor packs them."
+    n, c, height, width = views.shape
+    tiles = (views * 2 - 1).view(n, c, height // 16, 16, width // 16, 16)
+    return tiles.permute(0, 2, 4, 1, 3, 5).reshape(n, -1, c * 16 * 16)
+
+
+@torch.no_grad()
+def token_ids_of(ar, views: Tensor) -> Tensor:  # [N, 3, 16h, 16w] in [0, 1] -> [N, h*w] int64
+    "The tokens of a view, from the model's vision tower and VQ."
+    grid = torch.tensor([[1, views.shape[2] // 16, views.shape[3] // 16]] * len(views))
+    features = ar.get_image_features(patches_of(views).flatten(0, 1), grid).pooler_output
+    return ar.get_image_tokens(features, grid).view(len(views), -1)
+
+
+def spherical_kmeans(f: Tensor, weights: Tensor, k: int, generator: torch.Generator) -> Tensor:
+    """k-means on directions: f [M, d] and the result [k, d] have length 1. A centre without points
+    moves to one of the points that fit worst."""
     first = torch.multinomial(weights, k, generator=generator, replacement=len(f) < k)
     centres = f[first].clone()
-    for _ in range(rounds):
+    for _ in range(25):
         cosine, nearest = (f @ centres.T).max(1)
         total = torch.zeros_like(centres).index_add_(0, nearest, f * weights[:, None])
         empty = torch.zeros(k).index_add_(0, nearest, weights) == 0
@@ -396,18 +409,13 @@ def spherical_kmeans(
 
 
 @torch.no_grad()
-def fit_codebook(
-    ar: nn.Module,  # GlmImageForConditionalGeneration; its vision tower and codebook are changed
-    images: Tensor,  # [N, 3, 128, 128] in [0, 1]
-    seed: int = 0,  # of the first centres
-    rounds: int = 25,  # of k-means
-) -> float:  # mean cosine between patches and their codebook entries
+def fit_codebook(ar, images: Tensor) -> None:  # images [N, 3, 128, 128] in [0, 1]
     "Set the patch embedding by PCA and the codebook by spherical k-means."
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     size, entries = ar.config.vq_config.embed_dim, ar.config.vq_config.num_embeddings
     previews = torch.cat([preview_view(chunk) for chunk in images.split(64)])
-    large = torch.unique(tiny_model.patches_of(tiny_model.large_view(images)).flatten(0, 1), dim=0)
-    small = torch.unique(tiny_model.patches_of(previews).flatten(0, 1), dim=0)
+    large = torch.unique(patches_of(large_view(images)).flatten(0, 1), dim=0)
+    small = torch.unique(patches_of(previews).flatten(0, 1), dim=0)
     small = small[torch.randperm(len(small), generator=generator)[: 4 * len(large)]]
     x = torch.cat([large, small])
     weights = torch.cat([torch.full((len(large),), 4.0), torch.ones(len(small))])
@@ -431,31 +439,29 @@ def fit_codebook(
             layer.bias.zero_()
 
     f = F.normalize(x @ w.T + b, dim=-1)
-    centres = spherical_kmeans(f, weights, entries, generator, rounds)
     vq.quant_conv.weight.copy_(torch.eye(size)[:, :, None, None])
     vq.quant_conv.bias.zero_()
-    vq.quantize.embedding.weight.copy_(centres)
-    cosine = (f @ centres.T).max(1).values
-    return ((cosine * weights).sum() / weights.sum()).item()
+    vq.quantize.embedding.weight.copy_(spherical_kmeans(f, weights, entries, generator))
 
 
 # The two models
 
 
 def tokens_of(ar, images: list[Image.Image]) -> Tensor:  # [N, 272]: preview, then large grid
-    chunks = pil_to_tensor(images).split(64)
-    views = preview_view, tiny_model.large_view
-    return torch.cat(
-        [torch.cat([tiny_model.token_ids_of(ar, view(x)) for x in chunks]) for view in views], 1
-    )
+    found = []
+    for x in pil_to_tensor(images).split(64):
+        found.append(
+            torch.cat([token_ids_of(ar, preview_view(x)), token_ids_of(ar, large_view(x))], 1)
+        )
+    return torch.cat(found)
 
 
 def make_tiny() -> tuple[GlmImagePipeline, dict]:
     pictures = all_pictures()
     captions = Captions(pictures, 0)
     texts = [captions.caption(i, word) for i, word in zip(*captions.sample(4000))]
-    pipe = GlmImagePipeline(**tiny_model.make_parts(tiny_model.make_tokenizer(texts)))
-    ar, vae = pipe.vision_language_encoder.eval(), pipe.vae
+    pipe = make_pipeline(captions=texts)
+    ar, vae = pipe.vision_language_encoder, pipe.vae
     print(f"drawing {len(pictures)} pictures and fitting the codebook", flush=True)
     drawn = [picture.draw() for picture in pictures]
     some = np.random.default_rng(0).permutation(len(drawn))[:3000]
