@@ -11,7 +11,7 @@ import torch
 from glm_grpo.data.prompts import I2IDataset
 from glm_grpo.data.rollout import RolloutOptions, SampleNames, request_names
 from glm_grpo.model import rollouts
-from glm_grpo.model.rollouts import ImageRequest, RolloutSampler
+from glm_grpo.model.rollouts import RolloutSampler
 from glm_grpo.model.decode_step import StepCounter
 from glm_grpo.model.sampling import Decisions, unpack_kept
 from glm_grpo.model.tokens import large_grid_tokens, upsample_tokens
@@ -48,11 +48,11 @@ def edits():
     return [data[i]["prompt"] for i in range(3)], sources
 
 
-def request_for(prompts, images=None, per_sample=1, step=0, before=None, **changes):
+def sampler_for(model, prompts, images=None, per_sample=1, step=0, before=None, **changes):
     requests = request_names(prompts, images)
     names = SampleNames.number(1, step, requests, per_sample, before)
     options = RolloutOptions(**HOT | changes)
-    return ImageRequest(prompts, images, 64, 64, names, options, decode=False)
+    return RolloutSampler(model, prompts, images, 64, 64, names, options, decode=False)
 
 
 @torch.no_grad()
@@ -84,13 +84,13 @@ UNMOVED = {"ar": 0, "dit": 0}
 def test_ratio_is_one_before_the_first_update(dtype, rank, task, options):
     model = model_of("both", rank, dtype)
     prompts, images = edits() if task == "i2i" else ([CAT, DOG, CAT], None)
-    request = request_for(prompts, images, **options)
+    sampler = sampler_for(model, prompts, images, **options)
     with torch.no_grad():
-        tokens = RolloutSampler(model, request).sample_all_tokens()
+        tokens = sampler.sample_all_tokens()
     assert (tokens.tokens.kept is None) == (options["top_p"] == 1)
     sizes = (2,) if options is WIDE or (task == "t2i" and not rank) else (1, 3)
     for size in sizes:
-        sampler = RolloutSampler(model, replace(request, score_batch_size=size))
+        sampler.score_batch_size = size
         with torch.no_grad():
             rollout = sampler.denoise(sampler.prepare_denoising(tokens))
             rollout = replace(rollout, token_logprobs=sampler.token_logprobs(rollout))
@@ -193,23 +193,17 @@ def test_rows_are_sampled_and_scored_in_the_trainers_batches(monkeypatch):
     monkeypatch.setattr(rollouts, "score_tokens", count_tokens)
     monkeypatch.setattr(rollouts, "sample_latents", count_latents)
     prompts, images = edits()
-    request = request_for(prompts, images)
     with torch.no_grad():
-        RolloutSampler(model, replace(request, score_batch_size=2)).sample()
+        replace(sampler_for(model, prompts, images), score_batch_size=2).sample()
     assert sizes == {"tokens": [2, 1], "latents": [2, 1]}
 
 
-class NothingShared(RolloutSampler):
-    "Every step for every row."
-
-    def denoise_common_steps(self, rollout):
-        return rollout.initial_latents, 0
-
-
 @torch.no_grad()
-def rows_of_the_dit(kind, model, request):
+def rows_of_the_dit(sampler, shared):
     "The denoised rollout, and the number of rows that went through the DiT."
-    sampler, rows = kind(model, request), []
+    model, rows = sampler.model, []
+    if not shared:  # every step for every row
+        sampler.denoise_common_steps = lambda rollout: (rollout.initial_latents, 0)
 
     def count(module, args, options):
         if options["encoder_hidden_states"].shape[1]:  # no source image: those have no words
@@ -237,9 +231,9 @@ def test_steps_before_the_window_are_done_once_per_start(task, dtype):
     rounding = {"float32": 1e-4, "bfloat16": 4 * torch.finfo(torch.bfloat16).eps}[dtype]
     for size, share in {1: 0, 3: rounding}.items():
         options = LATE | {"batch_size": size, "per_sample": 2, "step": 3}
-        request = replace(request_for(prompts, images, **options), score_batch_size=size)
-        once, few = rows_of_the_dit(RolloutSampler, model, request)
-        each, many = rows_of_the_dit(NothingShared, model, request)
+        sampler = replace(sampler_for(model, prompts, images, **options), score_batch_size=size)
+        once, few = rows_of_the_dit(sampler, shared=True)
+        each, many = rows_of_the_dit(sampler, shared=False)
         assert once.denoising.decisions == each.denoising.decisions == (3, 4)
         assert (many, few) == (8 * 6, 4 * 3 + 8 * 3)
         for name in ("latents", "latents_before", "latents_after", "latents_logprobs"):
@@ -253,9 +247,9 @@ def test_nothing_is_shared_where_images_differ_from_the_start():
     model = model_of("both", 4)
     late = LATE | {"per_sample": 2, "step": 3}
     for change in ({"window_kind": "first"}, {"window": None}, {"shared_noise": False}):
-        request = request_for([CAT] * 4, **late | change)
-        once, few = rows_of_the_dit(RolloutSampler, model, request)
-        each, many = rows_of_the_dit(NothingShared, model, request)
+        sampler = sampler_for(model, [CAT] * 4, **late | change)
+        once, few = rows_of_the_dit(sampler, shared=True)
+        each, many = rows_of_the_dit(sampler, shared=False)
         assert few == many == 4 * 6 and torch.equal(once["latents"], each["latents"])
 
 
@@ -267,8 +261,7 @@ def test_noise_has_names():
     wish, (square, wide, other) = prompts[0], images
 
     def sample(rows, **changes):
-        request = request_for([wish] * len(rows), rows, per_sample=2, **changes)
-        sampler = RolloutSampler(model, request)
+        sampler = sampler_for(model, [wish] * len(rows), rows, per_sample=2, **changes)
         return sampler.prepare_denoising(sampler.sample_all_tokens())
 
     four = sample([square] * 4)
@@ -293,10 +286,10 @@ def test_noise_has_names():
 def test_window_moves_with_the_step():
     model = model_of("dit", 4)
     prompts, images = edits()
-    tokens, windows = RolloutSampler(model, request_for(prompts, images)).sample_all_tokens(), []
+    tokens, windows = sampler_for(model, prompts, images).sample_all_tokens(), []
     for step in range(3):
         options = {"window": 1, "window_kind": "sliding", "ratio_norm": step == 2}
-        sampler = RolloutSampler(model, request_for(prompts, images, step=step, **options))
+        sampler = sampler_for(model, prompts, images, step=step, **options)
         denoising = sampler.prepare_denoising(tokens).denoising
         windows.append(denoising.decisions)
         assert denoising.ratio_norm == (step == 2)

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['NO_NOISE', 'Conditions', 'make_conditions', 'predict_velocity', 'NoiseOptions', 'Step', 'denoise', 'equal_batches',
-           'ImageInputs', 'sample_latents', 'decode_tokens', 'score_latents']
+           'ImageInputs', 'sample_latents', 'score_latents']
 
 # %% ../../nbs/3_model/11_denoise.ipynb #n003
 from collections.abc import Callable, Hashable, Iterator
@@ -17,7 +17,6 @@ from torch import Tensor
 from ..maths.sde import sde_step
 from glm_grpo.model.latents import (
     Source,
-    decode_latents,
     glyph_embeddings,
     schedule,
     size_conditions,
@@ -282,18 +281,6 @@ def sample_latents(
         if on_rows:
             on_rows(rows, last)
     return out
-
-# %% ../../nbs/3_model/11_denoise.ipynb #xn024
-@torch.no_grad()
-def decode_tokens(
-    parts,  # a GlmImagePipeline
-    inputs: ImageInputs,  # of N rows
-    latents: Tensor,  # [N, C, 4h, 4w] float32, the first noise
-    batch_size: int | None = None,  # at most this many images at once; None: no limit
-) -> Tensor:  # [N, 3, 32h, 32w] float32 in [0, 1], on the model's device
-    "The images of given tokens, by Euler steps. ValueError as `sample_latents`."
-    found = sample_latents(parts, inputs, latents, batch_size=batch_size)
-    return decode_latents(parts, found["latents"])
 
 # %% ../../nbs/3_model/11_denoise.ipynb #n037
 def score_latents(

@@ -22,7 +22,7 @@ from .latents import decode_latents
 from .loading import load_pipeline, pick_device, pick_dtype, quiet
 from .memory import Offload, checkpointing, shard_halves, trainable_parts
 from .policies import ARPolicy, DiTPolicy
-from .rollouts import ImageRequest, RolloutSampler, check_sources, complete_options
+from .rollouts import RolloutSampler, check_sources, complete_options
 from .rollouts import image_defaults, image_inputs
 from .rollouts import score_denoising_decisions, score_token_decisions
 from .tokens import masked_attention
@@ -55,36 +55,11 @@ def _enable_checkpointing(model) -> None:
     model.dit.enable_gradient_checkpointing()
 
 
-@torch.no_grad()
-def _sample(model, prompts, images, size, seed, names, options, changes, **rest) -> Rollout:
-    "`generate_with_tracking`: what is not given is the model's own."
-    prompts = [prompts] if isinstance(prompts, str) else list(prompts)
-    images, own = check_sources(prompts, images), model.image_defaults
-    if names is None:
-        seed = model.seed if seed is None else seed
-        images_per_sample = {"ar": 1, "dit": len(prompts), "both": 2}[model.component]
-        names = SampleNames.number(seed, 0, request_names(prompts, images), images_per_sample)
-    options = complete_options(options, changes, model.pipe)
-    height, width = size[0] or own["height"], size[1] or own["width"]
-    request = ImageRequest(prompts, images, height, width, names, options, **rest)
-    return RolloutSampler(model, request).sample()
-
-
 def _refuse_mask(method, mask, batch_size=None):
     "UserError: a mask is given, by name or by place."
     if mask is not None or torch.is_tensor(batch_size):
         fix = f"a rollout has its own masks: call {method}(rollout) without one."
         raise UserError(f"attention_mask: {fix}")
-
-
-@torch.no_grad()
-def _decode(model, rollout, batch_size) -> Tensor:
-    model.wake("dit")
-    latents = rollout.denoising.latents
-    if latents is None:
-        inputs, noise = image_inputs(rollout), rollout.initial_latents
-        latents = sample_latents(model.pipe, inputs, noise, batch_size=batch_size)["latents"]
-    return decode_latents(model.pipe, latents).cpu()
 
 # %% ../../nbs/3_model/21_wrapper.ipynb #n025
 class GLMImageWrapper:
@@ -132,6 +107,7 @@ class GLMImageWrapper:
         self.dit_decides = "dit" in self.halves  # whether the denoising policy trains
         self.policies = {half: POLICIES[half](self) for half in self.halves}
 
+    @torch.no_grad()
     def generate_with_tracking(  # noqa: PLR0913  the public interface
         self,
         prompts: str | list[str],  # N, one image each: repeat a prompt for a group
@@ -154,9 +130,26 @@ class GLMImageWrapper:
         **changes,
     ) -> Rollout:
         "Sample tokens, make images of those tokens, score both. UserError: sizes do not fit."
-        how = {"score_batch_size": score_batch_size, "decode": decode, "score": score}
-        given = prompts, images, (height, width), seed, names, options, changes
-        return _sample(self, *given, on_images=on_images, **how)
+        prompts = [prompts] if isinstance(prompts, str) else list(prompts)
+        images, own = check_sources(prompts, images), self.image_defaults
+        if names is None:
+            seed = self.seed if seed is None else seed
+            images_per_sample = {"ar": 1, "dit": len(prompts), "both": 2}[self.component]
+            names = SampleNames.number(seed, 0, request_names(prompts, images), images_per_sample)
+        sampler = RolloutSampler(
+            self,
+            prompts,
+            images,
+            height or own["height"],
+            width or own["width"],
+            names,
+            complete_options(options, changes, self),
+            score_batch_size,
+            decode,
+            score,
+            on_images,
+        )
+        return sampler.sample()
 
     def compute_token_logprobs(
         self,
@@ -184,9 +177,15 @@ class GLMImageWrapper:
         "Log-prob (mean over the latents) of each denoising decision, see `score_denoising`."
         return self.score_denoising(rollout)[0]
 
+    @torch.no_grad()
     def decode(self, rollout: Rollout, batch_size: int | None = None) -> Tensor:
         "Images [N, 3, H, W] in [0, 1]: from the last latents if the DiT trains, else from tokens."
-        return _decode(self, rollout, batch_size)
+        self.wake("dit")
+        latents = rollout.denoising.latents
+        if latents is None:
+            inputs, noise = image_inputs(rollout), rollout.initial_latents
+            latents = sample_latents(self.pipe, inputs, noise, batch_size=batch_size)["latents"]
+        return decode_latents(self.pipe, latents).cpu()
 
     def get_trainable_parameters(self, half: str | None = None) -> list[nn.Parameter]:
         "The parameters that the optimizer changes: of a half, or of all."
