@@ -265,13 +265,13 @@ def test_adapter_merged_called_and_off(ar, tuned, inputs, uniforms, sampled):
         5, ar.config.text_config.hidden_size, generator=torch.Generator().manual_seed(0)
     )
     with torch.no_grad():
-        merged = LayerParts.of(layers[0], merged_product).qkv(x)
-        assert torch.allclose(merged, LayerParts.of(layers[0], called_product).qkv(x), atol=1e-4)
-        plain = LayerParts.of(layers[1], merged_product).qkv(x)
+        merged = LayerParts(layers[0], merged_product).qkv(x)
+        assert torch.allclose(merged, LayerParts(layers[0], called_product).qkv(x), atol=1e-4)
+        plain = LayerParts(layers[1], merged_product).qkv(x)
         assert (merged - plain).abs().max() > 0.01
         with_adapter, _, _ = sample_tokens(tuned, inputs, INDEX, uniforms, temperature, top_p)
         with tuned.disable_adapter():
-            assert torch.equal(LayerParts.of(layers[0], merged_product).qkv(x), plain)
+            assert torch.equal(LayerParts(layers[0], merged_product).qkv(x), plain)
             without = sample_tokens(tuned, inputs, INDEX, uniforms, temperature, top_p)
             reference = score_tokens(tuned, inputs, INDEX, token_ids, temperature, kept)
         old = score_tokens(ar, inputs, INDEX, token_ids, temperature, kept)

@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..data.basics import UserError, atomic_dir
+from .decode_step import active_adapters
 from .loading import quiet, shard_like
 
 # %% ../../nbs/3_model/13_adapters.ipynb #n008
@@ -110,9 +111,8 @@ def _half_precision_class():
 
     class HalfPrecisionLinear(Linear):
         def forward(self, x, *args, **kwargs):
-            active = [name for name in self.active_adapters if name in self.lora_A]
-            usual = len(active) == 1 and not (self.disable_adapters or self.merged or kwargs)
-            if not usual or x.dtype == torch.float32:
+            active = active_adapters(self)
+            if len(active) != 1 or kwargs or x.dtype == torch.float32:
                 return super().forward(x, *args, **kwargs)
             [name] = active
             down, up = self.lora_A[name].weight, self.lora_B[name].weight * self.scaling[name]
@@ -311,12 +311,10 @@ def _read_adapter_for(model, half: str, folder: Path) -> dict[str, Tensor]:
     own_shapes = {name: tensor.shape for name, tensor in own.items()}
     saved_shapes = {name: tensor.shape for name, tensor in saved.tensors.items()}
     if saved_shapes != own_shapes or saved.alpha != lora.alpha:
-        own_names = getattr(lora, LORA_PLACES[half].option)
         raise UserError(
             f"{folder}: an adapter of rank {saved.rank}, alpha {saved.alpha:g} on "
-            f"{', '.join(saved.target_modules)}; the model's {half} has rank {lora.rank}, "
-            f"alpha {lora.alpha:g} on {', '.join(own_names)}. Set model.lora_rank, lora_alpha and "
-            "lora_target_modules to the adapter's, and model.name and model.component to its "
-            "model. (If all are equal, the tensors do not match adapter_config.json.)"
+            f"{', '.join(saved.target_modules)}; the model's {half} has rank {lora.rank}, alpha "
+            f"{lora.alpha:g}. Set model.lora_rank, lora_alpha and lora_target_modules to the "
+            "adapter's, and model.name and model.component to its model."
         )
     return saved.tensors

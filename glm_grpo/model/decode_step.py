@@ -4,15 +4,13 @@
 
 # %% auto #0
 __all__ = ['Product', 'WARM_UP', 'active_adapters', 'merged_product', 'called_product', 'rms_norm', 'LayerParts', 'StepCounter',
-           'Recorder', 'side_stream', 'CudaGraphs', 'recorder_for', 'repeat']
+           'side_stream', 'CudaGraphs', 'recorder_for', 'repeat']
 
 # %% ../../nbs/3_model/04_decode_step.ipynb #c3affe0
 import contextlib
 import functools
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -84,34 +82,24 @@ def rms_norm(module: nn.Module) -> Product:
     return lambda x: F.rms_norm(x, weight.shape, weight, epsilon)
 
 # %% ../../nbs/3_model/04_decode_step.ipynb #c53b0be
-@dataclass
 class LayerParts:
-    "What one layer computes with."
+    "What one layer computes with: a function for each product, norm and activation."
 
-    norm_attention: Product  # before attention
-    qkv: Product
-    attention_out: Product
-    norm_attention_out: Product
-    norm_mlp: Product
-    gate_up: Product
-    activation: Product
-    down: Product
-    norm_mlp_out: Product
-
-    @classmethod
-    def of(cls, layer: nn.Module, product: Callable[[list], Product]) -> "LayerParts":
+    def __init__(
+        self,
+        layer: nn.Module,  # of the text model
+        product: Callable[[list], Product],  # `merged_product` or `called_product`
+    ):
         attention, mlp = layer.self_attn, layer.mlp
-        return cls(
-            norm_attention=rms_norm(layer.input_layernorm),
-            qkv=product([attention.q_proj, attention.k_proj, attention.v_proj]),
-            attention_out=product([attention.o_proj]),
-            norm_attention_out=rms_norm(layer.post_self_attn_layernorm),
-            norm_mlp=rms_norm(layer.post_attention_layernorm),
-            gate_up=product([mlp.gate_up_proj]),
-            activation=mlp.activation_fn.forward,
-            down=product([mlp.down_proj]),
-            norm_mlp_out=rms_norm(layer.post_mlp_layernorm),
-        )
+        self.norm_attention = rms_norm(layer.input_layernorm)  # before attention
+        self.qkv = product([attention.q_proj, attention.k_proj, attention.v_proj])
+        self.attention_out = product([attention.o_proj])
+        self.norm_attention_out = rms_norm(layer.post_self_attn_layernorm)
+        self.norm_mlp = rms_norm(layer.post_attention_layernorm)
+        self.gate_up = product([mlp.gate_up_proj])
+        self.activation = mlp.activation_fn.forward
+        self.down = product([mlp.down_proj])
+        self.norm_mlp_out = rms_norm(layer.post_mlp_layernorm)
 
 # %% ../../nbs/3_model/04_decode_step.ipynb #c1b8bb4
 class StepCounter:
@@ -150,16 +138,6 @@ class StepCounter:
             self.step += 1
 
 # %% ../../nbs/3_model/04_decode_step.ipynb #c4e254c
-class Recorder(Protocol):
-    "Records a step."
-
-    def warm_up(self, step: Callable[[], object], times: int) -> None:
-        "Call the step for real, `times` times."
-
-    def record(self, step: Callable[[], object]) -> Callable[[], object]:
-        "Record the step without effect; the result replays it. RuntimeError: not recordable."
-
-
 @functools.cache
 def side_stream(index: int) -> torch.cuda.Stream:
     "One per device: cuBLAS keeps 32 MB for each stream that it has worked on, for ever."
@@ -167,7 +145,7 @@ def side_stream(index: int) -> torch.cuda.Stream:
 
 
 class CudaGraphs:
-    "Records a step on a CUDA device."
+    "A recorder: it records a step on a CUDA device. Tests have others, with the same two methods."
 
     refused = False  # whether a recording has failed; this process then makes no other
 
@@ -175,6 +153,7 @@ class CudaGraphs:
         self.device = device
 
     def warm_up(self, step: Callable[[], object], times: int) -> None:
+        "Call the step for real, `times` times."
         with torch.cuda.device(self.device):
             here, aside = torch.cuda.current_stream(), side_stream(torch.cuda.current_device())
             aside.wait_stream(here)
@@ -184,6 +163,7 @@ class CudaGraphs:
             here.wait_stream(aside)
 
     def record(self, step: Callable[[], object]) -> Callable[[], object]:
+        "Record the step without effect; the result replays it. RuntimeError: not recordable."
         graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
         with torch.cuda.device(self.device):
             here, index = torch.cuda.current_stream(), torch.cuda.current_device()
@@ -201,7 +181,7 @@ class CudaGraphs:
         return graph.replay
 
 
-def recorder_for(device: str | torch.device) -> Recorder | None:
+def recorder_for(device: str | torch.device) -> CudaGraphs | None:
     "CUDA graphs on a CUDA device, None elsewhere and after a recording has failed."
     device = torch.device(device)
     return CudaGraphs(device) if device.type == "cuda" and not CudaGraphs.refused else None
@@ -213,7 +193,7 @@ WARM_UP = 3  # calls before a recording; each is one of the steps
 def repeat(
     step: Callable[[], object],
     times: int,
-    recorder: Recorder | None,  # None: call the step
+    recorder: CudaGraphs | None,  # None: call the step
 ) -> None:
     "Call a step `times` times, where possible as replays of one recording."
     again = step

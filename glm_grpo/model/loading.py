@@ -109,17 +109,13 @@ def pick_device(
         "cpu": 1,
     }
     name = device or next(kind for kind, number in there.items() if number)
-    try:
+    with contextlib.suppress(RuntimeError, TypeError):  # of an unknown name
         device = torch.device(name)
-    except (RuntimeError, TypeError):
+    if not isinstance(device, torch.device) or (device.index or 0) >= there.get(device.type, 0):
         raise UserError(
-            f"device '{name}': unknown. Take cuda, cuda:1, mps or cpu. The model is not spread "
-            "over devices. Give one device; offload=True and training.shard save memory on it."
-        ) from None
-    if (device.index or 0) >= there.get(device.type, 0):
-        raise UserError(
-            f"device '{device}': not on this machine. "
-            "Leave model.device out to take the best that there is."
+            f"device '{name}': not on this machine. Take cuda, cuda:1, mps or cpu, or leave "
+            "model.device out for the best that there is. (The model is not spread over devices: "
+            "offload=True and training.shard save memory on one.)"
         )
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
@@ -268,18 +264,16 @@ def load_prompt_parts(
 
     read_settings(Path(folder, "vision_language_encoder/config.json"), "text_config")
     options = {"local_files_only": True, "trust_remote_code": False}
-    loaded = []
-    for kind, part in (
-        (GlmImageProcessor, "processor"),
-        (GlmImageConfig, "vision_language_encoder"),
-    ):
-        try:
-            loaded.append(kind.from_pretrained(Path(folder, part), **options))
-        except Exception as error:
-            raise UserError(
-                f"{folder}/{part}: its files do not load ({_cause(error)}). {_AGAIN}"
-            ) from error
-    return SimpleNamespace(processor=loaded[0], ar=SimpleNamespace(config=loaded[1]))
+    part = "processor"
+    try:
+        processor = GlmImageProcessor.from_pretrained(Path(folder, part), **options)
+        part = "vision_language_encoder"
+        config = GlmImageConfig.from_pretrained(Path(folder, part), **options)
+    except Exception as error:
+        raise UserError(
+            f"{folder}/{part}: its files do not load ({_cause(error)}). {_AGAIN}"
+        ) from error
+    return SimpleNamespace(processor=processor, ar=SimpleNamespace(config=config))
 
 # %% ../../nbs/3_model/08_loading.ipynb #n029f
 def shard_like(

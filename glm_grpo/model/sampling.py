@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from ..data.basics import UserError
-from .decode_step import LayerParts, Recorder, StepCounter
+from .decode_step import CudaGraphs, LayerParts, StepCounter
 from .decode_step import called_product, merged_product
 from .decode_step import recorder_for, repeat, rms_norm
 from .tokens import PromptInputs, language_model_parts
@@ -26,7 +26,7 @@ from .tokens import masked_attention, trim, visibility
 def nucleus(
     logits: Tensor,  # [N, K] float32, already divided by the temperature
     top_p: float,  # in (0, 1)
-    fixed: bool | None = None,  # True: as on a GPU; None: True but on a CPU
+    fixed: bool = False,  # True: as on a GPU
 ) -> Tensor:  # [N, K] bool
     """The kept set of top-p: the fewest of the likeliest tokens whose probabilities sum to top_p.
 
@@ -34,7 +34,7 @@ def nucleus(
     smallest kept logit, the first are dropped.
     """
     K = logits.shape[-1]
-    if logits.device.type != "cpu" if fixed is None else fixed:
+    if fixed or logits.device.type != "cpu":
         values, order = logits.sort(dim=-1, stable=True)
         drop = values.softmax(-1).cumsum(-1) <= 1 - top_p
         drop[..., -1] = False  # one token is always kept
@@ -53,7 +53,7 @@ def nucleus(
 # %% ../../nbs/3_model/06_sampling.ipynb #k_c024
 def pack_kept(
     kept: Tensor,  # [..., K] bool
-    fixed: bool | None = None,  # True: as on a GPU; None: True but on a CPU
+    fixed: bool = False,  # True: as on a GPU
 ) -> Tensor:  # [..., ceil(K/8)] uint8
     "Eight tokens per byte, the first token in the lowest bit."
     if kept.device.type == "cpu" and not fixed:
@@ -88,16 +88,14 @@ def sample_token_ids(
     logits: Tensor,  # [N, K] float32, already divided by the temperature
     u: Tensor,  # [N] float32 in [0, 1)
     top_p: float = 1.0,  # in (0, 1]; 1 keeps all tokens
-    # True: the same operations whatever the numbers are, as a recording needs;
-    # None: True but on a CPU
-    fixed: bool | None = None,
+    fixed: bool = False,  # True: the same operations whatever the numbers, as a recording needs
     # token ids [N] int64; their log-probs [N] float32, in nats; kept [N, K] bool or None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     "Inverse CDF: the first token at which the running sum of probabilities passes `u`."
     probabilities = logits.softmax(-1)
     if top_p == 1:
         return *_inverse_cdf(probabilities, u), None
-    if logits.device.type != "cpu" if fixed is None else fixed:
+    if fixed or logits.device.type != "cpu":
         kept = nucleus(logits, top_p, fixed=True)
         return *_inverse_cdf(probabilities * kept, u), kept
     # rows whose likeliest token alone is the kept set need no sort
@@ -107,7 +105,7 @@ def sample_token_ids(
     sure = probabilities.gather(1, likeliest)[:, 0] > max(top_p, 0.5) + 1e-3
     if not sure.all():
         unsure = (~sure).nonzero()[:, 0]
-        own = kept[unsure] = nucleus(logits[unsure], top_p, fixed=False)
+        own = kept[unsure] = nucleus(logits[unsure], top_p)
         found = _inverse_cdf(probabilities[unsure] * own, u[unsure])
         token_ids[unsure], logprobs[unsure] = found
     return token_ids, logprobs, kept
@@ -248,7 +246,7 @@ class SamplingLoop:
         on_cpu = self.hidden.device.type == "cpu"
         self.attend = attend if merge and on_cpu else fused_attend
         product = merged_product if merge else called_product
-        self.layers = [LayerParts.of(layer, product) for layer in self.text_model.layers]
+        self.layers = [LayerParts(layer, product) for layer in self.text_model.layers]
         self.norm, self.head = rms_norm(self.text_model.norm), product([model.lm_head])
         self.scale = self.text_model.layers[0].self_attn.scaling
 
@@ -338,7 +336,7 @@ def sample_tokens(
     top_p: float = 0.75,  # in (0, 1]; 1 keeps all tokens
     # True: the same shapes in each step, as a CUDA graph needs; None: True on CUDA
     fixed_shapes: bool | None = None,
-    recorder: Recorder | None = None,  # of the steps; None: CUDA graphs on CUDA
+    recorder: CudaGraphs | None = None,  # of the steps; None: CUDA graphs on CUDA
 ) -> SampledTokens:
     "Sample exactly the T tokens of N samples. Raises UserError: temperature, top_p out of range."
     if not temperature > 0:
