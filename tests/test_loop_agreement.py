@@ -54,9 +54,11 @@ def test_the_card_has_a_row_of_the_loop(dtype):
     assert "ar: scoring and the sampling loop" in str(card)
 
 
-@pytest.mark.parametrize("changes", [{}, {"mini_batches": 2}, {"updates_per_rollout": 2}])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("fault", ["shifted", "times 1.3", "hot loop"])
+@pytest.mark.parametrize(
+    "fault, changes",
+    [("shifted", {}), ("times 1.3", {"mini_batches": 2}), ("hot loop", {"updates_per_rollout": 2})],
+)
 def test_an_error_in_one_of_the_two_stops_before_any_weight_changes(
     monkeypatch, fault, dtype, changes
 ):

@@ -136,19 +136,6 @@ def test_shares_are_probabilities(top_p):
 # ---- the loop
 
 
-def test_settings_are_hot(ar, inputs, sampled, K):
-    "Else the tests below prove little."
-    temperature, top_p, token_ids, kept = sampled
-    with torch.no_grad():
-        logprobs = score_tokens(ar, inputs, INDEX, token_ids, temperature, kept)
-    assert logprobs.mean() < -0.5
-    if top_p < 1:
-        sizes = unpack_kept(kept, K).sum(-1)
-        assert sizes.float().mean() > 20 and (sizes > 1).float().mean() > 0.5
-    else:
-        assert kept is None
-
-
 @pytest.mark.parametrize("fixed", (False, True))
 def test_loop_gives_the_models_logits(ar, tuned, inputs, sampled, K, fixed):
     token_ids = sampled[2]
@@ -175,26 +162,6 @@ def test_tokens_are_those_of_the_models_logits(ar, inputs, uniforms, sampled, K)
     if top_p < 1:  # last bits of the logits may move one token at the border of a set
         different = own_kept.view(*token_ids.shape, K) != unpack_kept(kept, K)
         assert different.sum(-1).max() <= 1 and different.float().mean() < 1e-4
-
-
-@pytest.mark.parametrize("setting", list(SETTINGS))
-def test_shares_of_the_first_and_second_token(ar, whole, K, setting):
-    temperature, top_p = SETTINGS[setting]
-    N = 1000
-    two = shorten(whole.rows([1]), (1, 2))
-    even = (torch.arange(N) + 0.5) / N
-    columns = torch.full((N,), 0.3), even
-    for decision, uniforms in enumerate((columns[::-1], columns)):  # even on one, 0.3 on the other
-        numbers = torch.stack(uniforms, 1)
-        token_ids, kept, _ = sample_tokens(ar, two, [0] * N, numbers, temperature, top_p)
-        with torch.no_grad():
-            logits = full_logits(ar, two, [0], token_ids[:1], K)[0, decision]
-        probabilities = (logits / temperature).softmax(-1)
-        if kept is not None:
-            probabilities *= unpack_kept(kept[0, decision], K)
-            probabilities /= probabilities.sum()
-        share = token_ids[:, decision].bincount(minlength=K) / N
-        assert (share - probabilities).abs().max() < 2e-3 and (share > 0).sum() > 10
 
 
 def test_forbidden_outputs_change_nothing(ar, inputs, uniforms, sampled, K):
@@ -308,18 +275,3 @@ def test_gradients_are_those_of_the_naive_way(ar, inputs, sampled, K):
     for chunk in (7, 128):
         logprobs = score_tokens(ar, inputs, INDEX, token_ids, temperature, kept, chunk=chunk)
         assert torch.allclose(gradient(logprobs), expected, rtol=1e-3, atol=1e-5)
-
-
-@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
-@pytest.mark.parametrize("size", (1, 2, 5))
-def test_ratio_is_one_in_the_same_micro_batches(ar, inputs, sampled, dtype, size):
-    temperature, _, token_ids, kept = sampled
-    model = copy.deepcopy(ar).to(dtype)
-    for rows in torch.arange(len(INDEX)).split(size):
-        args = [model, inputs, torch.tensor(INDEX)[rows], token_ids[rows], temperature]
-        args.append(None if kept is None else kept[rows])
-        with torch.no_grad():
-            old = score_tokens(*args)
-        new = score_tokens(*args)
-        assert new.requires_grad and new.dtype == torch.float32 and new.mean() < -0.3
-        assert torch.equal((new - old).exp(), torch.ones_like(old))

@@ -144,14 +144,6 @@ def test_replays_sample_the_same_bit_for_bit(model, inputs, setting):
     assert eager[0].unique().numel() > 3
 
 
-def test_fixed_shapes_sample_what_the_cpu_samples(pipe, inputs):
-    ar = pipe.vision_language_encoder
-    for setting in SETTINGS:
-        ours, fixed = (sample(ar, inputs, setting, fixed_shapes=f) for f in (False, True))
-        assert torch.equal(ours[0], fixed[0])
-        assert ours[1] is None or torch.equal(ours[1], fixed[1])
-
-
 @pytest.mark.parametrize("fault", ("hidden", "counter", "wait"))
 def test_what_a_recording_would_freeze_is_seen(pipe, inputs, fault, monkeypatch):
     "A new tensor for the hidden state, a counter in Python, a step that waits."

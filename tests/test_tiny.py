@@ -34,19 +34,15 @@ def test_what_the_program_makes_loads_and_samples(tmp_path, monkeypatch, options
         return fit(parameters, next_loss, 2, *rest, **options)
 
     monkeypatch.setattr(program, "fit", fit_twice)
+    for small in ("BATCH", "CAPTIONS"):
+        monkeypatch.setattr(program, small, 4)
     monkeypatch.setattr(program, "all_pictures", lambda: all_pictures()[::201])
     monkeypatch.setattr(sys, "argv", ["make_tiny_model.py", f"--out={tmp_path}/model", *options])
     program.main()
     log = json.loads((tmp_path / "model/training.json").read_text())
     assert stages <= set(log) and all(log[name][-1]["step"] == 2 for name in stages)
     assert sum(file.stat().st_size for file in tmp_path.rglob("*") if file.is_file()) < 20e6
-    rollout = GLMImageWrapper(f"{tmp_path}/model").generate_with_tracking(
-        ["a cat in the middle on a red ground"],
-        height=128,
-        width=128,
-        num_inference_steps=1,
-        guidance_scale=1.0,
-        seed=0,
-    )
+    model = GLMImageWrapper(f"{tmp_path}/model", device="cpu")
+    rollout = model.generate_with_tracking("a cat on a red ground", num_inference_steps=1)
     assert rollout["image_tensors"].shape == (1, 3, 128, 128)
     assert torch.isfinite(rollout["token_logprobs"]).all()

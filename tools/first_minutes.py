@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from glm_grpo.bench.program import own_random_numbers, seconds_of
+from glm_grpo.bench.program import numbered, own_random_numbers, seconds_of
 from glm_grpo.maths.noise import named_uniforms
 from glm_grpo.model.decode_step import CudaGraphs, recorder_for
 from glm_grpo.model.loading import pick_device
@@ -89,12 +89,10 @@ def require_cuda(device: torch.device) -> None:
 def padded_mask(device: torch.device, lengths: list[int]) -> Tensor | None:
     "The project's attention mask of left-padded prompts; None: no prompt is padded."
     longest = max(lengths)
-    columns = torch.arange(longest, device=device)
-    real = columns >= longest - torch.tensor(lengths, device=device)[:, None]
-    ids = torch.zeros_like(real, dtype=torch.long)
-    positions = ids.expand(3, *ids.shape)
-    inputs = PromptInputs(ids, real.long(), positions, positions, [(1, 1)], lengths=lengths)
-    return visibility(inputs)
+    first = longest - torch.tensor(lengths, device=device)
+    real = torch.arange(longest, device=device) >= first[:, None]
+    ids = real.long()  # only its shape counts
+    return visibility(PromptInputs(ids, ids, ids, ids, [(1, 1)], lengths=lengths))
 
 
 def attention_inputs(device: torch.device, rows: int, length: int) -> list[Tensor]:
@@ -105,12 +103,9 @@ def attention_inputs(device: torch.device, rows: int, length: int) -> list[Tenso
     return [x.to(device, torch.bfloat16).requires_grad_() for x in tensors]
 
 
-def count_nan(
-    kernel: SDPBackend | None,
-    tensors: list[Tensor],  # queries, keys, values
-    mask: Tensor | None,  # None: causal
-) -> tuple[int, int, Tensor]:
-    "(NaN in the output, NaN in the gradients, output). Skipped: the kernel does not exist here."
+def count_nan(kernel: SDPBackend | None, tensors: list[Tensor], mask: Tensor | None):
+    """(NaN in the output, NaN in the gradients, output) of queries, keys and values; without a mask
+    causal. Skipped: the kernel does not exist here."""
     for x in tensors:
         x.grad = None
     chosen = masked_attention() if kernel is None else sdpa_kernel([kernel])
@@ -168,27 +163,11 @@ def load_model(device: torch.device, dtype: str) -> GLMImageWrapper:
     return model
 
 
-def numbered(images: Tensor) -> Tensor:  # images: [N, 3, H, W] -> [N]
-    "A reward that differs within every group, so that every sample is scored."
-    return torch.arange(len(images), dtype=torch.float32)
-
-
 def make_trainer(model: GLMImageWrapper, **options) -> MinimalGRPOTrainer:
     "Of small images, hot."
-    return MinimalGRPOTrainer(
-        model,
-        [{"prompts": PROMPTS}],
-        numbered,
-        GROUP,
-        height=SIZE,
-        width=SIZE,
-        num_inference_steps=2,
-        guidance_scale=1.5,
-        callbacks=[],
-        micro_batch_size=GROUP,
-        **HOT,
-        **options,
-    )
+    how = {"height": SIZE, "width": SIZE, "num_inference_steps": 2, "guidance_scale": 1.5}
+    how |= {"callbacks": [], "micro_batch_size": GROUP} | HOT | options
+    return MinimalGRPOTrainer(model, [{"prompts": PROMPTS}], numbered, GROUP, **how)
 
 
 @functools.cache
@@ -296,11 +275,7 @@ def timed_steps(work: SamplingWork, recorder: CudaGraphs, launches) -> tuple[Ten
     return decisions.token_ids, f"{milliseconds:.2f} ms and {number} launches"
 
 
-def compare_recorders(
-    work: SamplingWork,
-    graphs: CudaGraphs,
-    launches: Callable[[Callable[[], object]], int] = count_launches,
-) -> str:
+def compare_recorders(work: SamplingWork, graphs: CudaGraphs, launches=count_launches) -> str:
     "The same tokens with and without recorded steps."
     eager_tokens, eager = timed_steps(work, Eager(), launches)
     graph_tokens, graph = timed_steps(work, graphs, launches)

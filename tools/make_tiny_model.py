@@ -39,7 +39,7 @@ from glm_grpo.model.tokens import prepare_prompts, upsample_tokens
 DRAWINGS = Drawings("data/drawings")
 WORDS = scenes.words_of("pretrain")
 SHARES = {"single": 0.30, "counted": 0.40, "pair": 0.30}  # kinds of scenes in a batch
-BATCH = 48  # images of a step of the DiT
+BATCH, CAPTIONS = 48, 32  # images of a step of the DiT, and edits of the AR; its captions
 LEFT, TOP, RIGHT, BOTTOM = (v // 8 for v in SIGN)
 SIGN_AREA = (slice(None), slice(TOP, BOTTOM), slice(LEFT, RIGHT))  # of latents [C, 16, 16]
 
@@ -238,13 +238,13 @@ def train_ar(pipe, data, steps, lr, seed, spoilt=0.7, sloppy=0.0, with_edits=Fal
 
     def next_loss():
         if with_edits and next(turn) % 4:
-            sources, targets, edits = data.edits.sample(48, sloppy=0.6)
+            sources, targets, edits = data.edits.sample(BATCH, sloppy=0.6)
             prompts = [edit.prompt() for edit in edits]
             images = [[data.shown[source]] for source in sources]
             inputs = prepare_prompts(processor, ar, prompts, SIDE, SIDE, images)
             answers = data.token_ids[[data.edits.shown[target][0] for target in targets], -16:]
         else:
-            rows, words = captions.sample(32)
+            rows, words = captions.sample(CAPTIONS)
             prompts = [captions.caption(i, word) for i, word in zip(rows, words)]
             inputs = prepare_prompts(processor, ar, prompts, SIDE, SIDE)
             answers = data.token_ids[rows]
