@@ -9,7 +9,6 @@ __all__ = ['LORA_PLACES', 'LoraOptions', 'lora_options', 'LoraPlace', 'add_produ
 
 # %% ../../nbs/3_model/13_adapters.ipynb #n003
 import dataclasses
-import functools
 import json
 import math
 import re
@@ -104,10 +103,11 @@ def add_products(
     return total.view(out.shape)
 
 # %% ../../nbs/3_model/13_adapters.ipynb #c36c042
-@functools.cache
-def _half_precision_class():
-    "peft's Linear with a forward pass in the model's precision. peft is imported when needed."
-    from peft.tuners.lora import Linear
+def compute_in_half_precision(
+    model: torch.nn.Module,  # with adapters of peft
+) -> None:
+    "Adapters of layers that are not in float32 compute in the layer's own precision."
+    from peft.tuners.lora import Linear  # importing it takes long
 
     class HalfPrecisionLinear(Linear):
         def forward(self, x, *args, **kwargs):
@@ -118,18 +118,9 @@ def _half_precision_class():
             down, up = self.lora_A[name].weight, self.lora_B[name].weight * self.scaling[name]
             return add_products(self.base_layer(x, *args), x, down, up)
 
-    return HalfPrecisionLinear
-
-
-def compute_in_half_precision(
-    model: torch.nn.Module,  # with adapters of peft
-) -> None:
-    "Adapters of layers that are not in float32 compute in the layer's own precision."
-    from peft.tuners.lora import Linear
-
     for layer in model.modules():
         if type(layer) is Linear and layer.base_layer.weight.dtype != torch.float32:
-            layer.__class__ = _half_precision_class()
+            layer.__class__ = HalfPrecisionLinear
 
 # %% ../../nbs/3_model/13_adapters.ipynb #cc93c29
 def add_lora(

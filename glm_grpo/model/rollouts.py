@@ -54,13 +54,12 @@ def image_defaults(
     pipe,  # GlmImagePipeline
 ) -> dict[str, int | float]:  # height, width, num_inference_steps, guidance_scale
     "A model's own values for size, denoising steps and guidance."
-    side, own = pipe.vae.config.sample_size, RolloutOptions()
+    side, names = pipe.vae.config.sample_size, ("num_inference_steps", "guidance_scale")
+    own = {name: getattr(RolloutOptions(), name) for name in names}
     if side >= _SMALL:
         call = inspect.signature(type(pipe).__call__).parameters
-        own = {name: parameter.default for name, parameter in call.items()}
-        own = RolloutOptions(own["num_inference_steps"], own["guidance_scale"])
-    found = {"height": side, "width": side, "num_inference_steps": own.num_inference_steps}
-    return found | {"guidance_scale": own.guidance_scale}
+        own = {name: call[name].default for name in names}
+    return {"height": side, "width": side} | own
 
 
 def complete_options(
