@@ -281,7 +281,9 @@ def denoise_with_decisions(self, rollout: Rollout) -> Rollout:
         given = image_inputs(rollout.rows(rows)), latents[rows], noise[rows], options
         found = sample_latents(self.model.pipe, *given, steps=steps, on_rows=take)
         batches.append(found)
-    found = {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
+    found = {}
+    for name in batches[0]:
+        found[name] = torch.cat([batch[name] for batch in batches])
     denoising = replace(
         rollout.denoising,
         latents=found["latents"],
