@@ -55,11 +55,35 @@ def _enable_checkpointing(model) -> None:
     model.dit.enable_gradient_checkpointing()
 
 
+@torch.no_grad()
+def _sample(model, prompts, images, size, seed, names, options, changes, **rest) -> Rollout:
+    "`generate_with_tracking`: what is not given is the model's own."
+    prompts = [prompts] if isinstance(prompts, str) else list(prompts)
+    images, own = check_sources(prompts, images), model.image_defaults
+    if names is None:
+        seed = model.seed if seed is None else seed
+        images_per_sample = {"ar": 1, "dit": len(prompts), "both": 2}[model.component]
+        names = SampleNames.number(seed, 0, request_names(prompts, images), images_per_sample)
+    options = complete_options(options, changes, model)
+    height, width = size[0] or own["height"], size[1] or own["width"]
+    return RolloutSampler(model, prompts, images, height, width, names, options, **rest).sample()
+
+
 def _refuse_mask(method, mask, batch_size=None):
     "UserError: a mask is given, by name or by place."
     if mask is not None or torch.is_tensor(batch_size):
         fix = f"a rollout has its own masks: call {method}(rollout) without one."
         raise UserError(f"attention_mask: {fix}")
+
+
+@torch.no_grad()
+def _decode(model, rollout, batch_size) -> Tensor:
+    model.wake("dit")
+    latents = rollout.denoising.latents
+    if latents is None:
+        inputs, noise = image_inputs(rollout), rollout.initial_latents
+        latents = sample_latents(model.pipe, inputs, noise, batch_size=batch_size)["latents"]
+    return decode_latents(model.pipe, latents).cpu()
 
 # %% ../../nbs/3_model/21_wrapper.ipynb #n025
 class GLMImageWrapper:
@@ -107,7 +131,6 @@ class GLMImageWrapper:
         self.dit_decides = "dit" in self.halves  # whether the denoising policy trains
         self.policies = {half: POLICIES[half](self) for half in self.halves}
 
-    @torch.no_grad()
     def generate_with_tracking(  # noqa: PLR0913  the public interface
         self,
         prompts: str | list[str],  # N, one image each: repeat a prompt for a group
@@ -130,26 +153,9 @@ class GLMImageWrapper:
         **changes,
     ) -> Rollout:
         "Sample tokens, make images of those tokens, score both. UserError: sizes do not fit."
-        prompts = [prompts] if isinstance(prompts, str) else list(prompts)
-        images, own = check_sources(prompts, images), self.image_defaults
-        if names is None:
-            seed = self.seed if seed is None else seed
-            images_per_sample = {"ar": 1, "dit": len(prompts), "both": 2}[self.component]
-            names = SampleNames.number(seed, 0, request_names(prompts, images), images_per_sample)
-        sampler = RolloutSampler(
-            self,
-            prompts,
-            images,
-            height or own["height"],
-            width or own["width"],
-            names,
-            complete_options(options, changes, self),
-            score_batch_size,
-            decode,
-            score,
-            on_images,
-        )
-        return sampler.sample()
+        how = {"score_batch_size": score_batch_size, "decode": decode, "score": score}
+        given = prompts, images, (height, width), seed, names, options, changes
+        return _sample(self, *given, on_images=on_images, **how)
 
     def compute_token_logprobs(
         self,
@@ -177,15 +183,9 @@ class GLMImageWrapper:
         "Log-prob (mean over the latents) of each denoising decision, see `score_denoising`."
         return self.score_denoising(rollout)[0]
 
-    @torch.no_grad()
     def decode(self, rollout: Rollout, batch_size: int | None = None) -> Tensor:
         "Images [N, 3, H, W] in [0, 1]: from the last latents if the DiT trains, else from tokens."
-        self.wake("dit")
-        latents = rollout.denoising.latents
-        if latents is None:
-            inputs, noise = image_inputs(rollout), rollout.initial_latents
-            latents = sample_latents(self.pipe, inputs, noise, batch_size=batch_size)["latents"]
-        return decode_latents(self.pipe, latents).cpu()
+        return _decode(self, rollout, batch_size)
 
     def get_trainable_parameters(self, half: str | None = None) -> list[nn.Parameter]:
         "The parameters that the optimizer changes: of a half, or of all."
