@@ -21,6 +21,12 @@ from glm_grpo.training.toy import ICONS, ToyPainter, icon_images, nearness
 from glm_grpo.training.trainer import MinimalGRPOTrainer
 
 TINY = ROOT / "data/tiny-glm-image"
+SETTINGS = (
+    "vae/config.json",
+    "processor/processor_config.json",
+    "scheduler/scheduler_config.json",
+    "vision_language_encoder/generation_config.json",
+)
 NAMES = list(ICONS)[:3]
 
 
@@ -65,27 +71,16 @@ def refused(checkpoint):
     return message
 
 
-def test_a_whole_checkpoint_loads(checkpoint):
-    trainer = toy_trainer()
-    trainer.load_checkpoint(checkpoint)
-    assert trainer.step == 2
-
-
 def test_a_broken_note(checkpoint):
     file = checkpoint / "trainer.json"
     note = json.loads(file.read_text())
-    contents = [b"", b"{", b"\xff\x00", b"null", b"[1]", b"3", b"[" * 99999]
+    contents = [b"", b"{", b"\xff\x00", b"[1]", b"[" * 99999]
     for key, value in [
-        *[("step", None), ("step", "2"), ("step", 1.5), ("step", True), ("step", -1)],
-        *[("bad_steps", "none"), ("options", None), ("made_by", None)],
-        *[("made_by", {"trains": x}) for x in (None, 'LoRA {"rank": 4', "LoRA [4]")],
-        *[("data", "two"), ("data", {})],
-        ("data", {"batches": None, "n": 3, "batch_size": 2, "seed": 0}),
-        ("data", {"batches": 2, "n": "3", "batch_size": 2, "seed": 0}),
+        *[("step", "2"), ("bad_steps", "none"), ("options", None), ("made_by", None)],
+        *[("data", "two"), ("data", {}), ("data", note["data"] | {"batches": None})],
     ]:
         contents.append(json.dumps({**note, key: value}).encode())
-    for key in ("step", "made_by"):
-        contents.append(json.dumps({k: v for k, v in note.items() if k != key}).encode())
+    contents.append(json.dumps({k: v for k, v in note.items() if k != "step"}).encode())
     for content in contents:
         file.write_bytes(content)
         assert "trainer.json: " in refused(checkpoint), content
@@ -98,11 +93,9 @@ def test_a_broken_optimizer(checkpoint):
     nan["state"][0]["exp_avg_sq"][0] = torch.nan
     small_one["state"][0]["exp_avg"] = torch.ones(2)
     for content in (
-        *([1], torch.ones(3), {}, {"state": {}, "param_groups": []}, nan, small_one),
+        *([1], {}, {"state": {}, "param_groups": []}, nan, small_one),
         state | {"param_groups": state["param_groups"] * 2},
-        state | {"state": [1]},
         state | {"state": {9: {}}},
-        state | {"state": {0: None}},
     ):
         torch.save(content, file)
         assert "optimizer.pt: no complete checkpoint" in refused(checkpoint)
@@ -115,14 +108,12 @@ def test_a_broken_moving_average(checkpoint):
     file = checkpoint / "ema.pt"
     state = torch.load(file, weights_only=True)
     nan = [torch.full_like(state["shadow_params"][0], torch.nan)]
-    for content in (
-        [1],
-        state | {"optimization_step": None},
-        state | {"shadow_params": 3},
-        state | {"shadow_params": [torch.ones(2)]},
-        state | {"shadow_params": nan},
+    for changes in (
+        {"optimization_step": None},
+        {"shadow_params": [torch.ones(2)]},
+        {"shadow_params": nan},
     ):
-        torch.save(content, file)
+        torch.save(state | changes, file)
         assert "ema.pt: no complete checkpoint" in refused(checkpoint)
 
 
@@ -177,17 +168,11 @@ def test_full_weights_that_are_not_finite_are_refused(tmp_path):
 # the files of a run
 
 
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
-        (b"\xff\xfe\x00", "metrics.jsonl, line 1: not UTF-8"),
-        (b'{"step": 1}\n[2]\n', "metrics.jsonl, line 2: not a JSON object with step"),
-        (b'{"step": "one"}\n', "metrics.jsonl, line 1: not a JSON object with step"),
-    ],
-)
-def test_a_broken_log_is_named(tmp_path, content, words):
-    (tmp_path / "metrics.jsonl").write_bytes(content)
-    assert words in refusal(read_metrics, tmp_path / "metrics.jsonl")
+def test_a_broken_log_is_named(tmp_path):
+    log = tmp_path / "metrics.jsonl"
+    for content, line in ((b"\xff\xfe\x00", 1), (b'{"step": 1}\n[2]\n', 2)):
+        log.write_bytes(content)
+        assert f"metrics.jsonl, line {line}: " in refusal(read_metrics, log)
 
 
 def test_the_log_of_a_run_takes_out_lines_without_a_step(tmp_path):
@@ -202,19 +187,11 @@ def test_the_log_of_a_run_takes_out_lines_without_a_step(tmp_path):
     assert log.read_bytes() == b"\xff\xfe"
 
 
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
-        (b"\xff\xfe", "eval_history.jsonl, line 1: not UTF-8"),
-        (b"{\n", "eval_history.jsonl, line 1: not valid JSON"),
-        (b"[]\n", "eval_history.jsonl, line 1: not a JSON object"),
-        (b'{"step": 0}\n', "line 1: not a JSON object with step, reward_mean"),
-        (b'{"step": null, "reward_mean": 0.5}\n', "line 1: not a JSON object with step"),
-    ],
-)
-def test_a_broken_history_is_named(tmp_path, content, words):
-    (tmp_path / "eval_history.jsonl").write_bytes(content)
-    assert words in refusal(PeriodicEvaluation, tmp_path / "eval_history.jsonl", dict)
+def test_a_broken_history_is_named(tmp_path):
+    history = tmp_path / "eval_history.jsonl"
+    for content in (b"\xff\xfe", b"{\n", b'{"step": null, "reward_mean": 0.5}\n'):
+        history.write_bytes(content)
+        assert "eval_history.jsonl, line 1: " in refusal(PeriodicEvaluation, history, dict)
 
 
 # the program
@@ -248,10 +225,8 @@ def test_the_program_tells_of_a_broken_checkpoint(run, tmp_path, capsys):
     ("part", "content"),
     [
         ("vision_language_encoder", "{"),
-        ("vision_language_encoder", "{}"),
         ("transformer", ""),
         ("vae", "[]"),
-        ("vae", '{"_class_name": "AutoencoderKL"}'),
         ("text_encoder", "null"),
     ],
 )
@@ -261,18 +236,10 @@ def test_the_dry_run_tells_of_broken_settings(folder, tmp_path, capsys, part, co
     assert main(*small(folder, "--model.name", model, "--dry_run")) == 2
     message = told(capsys)
     assert f"{part}/config.json: " in message and "Download the model again" in message
-    assert f"{part}/config.json: " in refusal(check_model_folder, model)
 
 
-SETTINGS = (
-    "processor/processor_config.json",
-    "scheduler/scheduler_config.json",
-    "vision_language_encoder/generation_config.json",
-)
-
-
-@pytest.mark.parametrize("file", SETTINGS)
-def test_other_settings_of_a_model_are_read_first(tmp_path, file):
-    model = shutil.copytree(TINY, tmp_path / "model")
-    (model / file).write_bytes(b"\xff\xfe")
-    assert f"{file}: not a valid JSON object" in refusal(check_model_folder, model)
+def test_other_settings_of_a_model_are_read_first(tmp_path):
+    for i, file in enumerate(SETTINGS):
+        model = shutil.copytree(TINY, tmp_path / str(i))
+        (model / file).write_bytes(b"\xff\xfe")
+        assert f"{file}: not a valid JSON object" in refusal(check_model_folder, model)

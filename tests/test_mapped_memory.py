@@ -1,14 +1,13 @@
 """Resuming: the optimizer's file is mapped, and let go of once it has been taken."""
 
 import gc
-import json
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from glm_grpo.training.checkpoints import read_memory
+from glm_grpo.training.checkpoints import read_state
 from glm_grpo.training.optimizer import PolicyOptimizer
 from glm_grpo.training.options import OptimizerOptions
 
@@ -29,16 +28,14 @@ def test_the_optimizers_file_is_mapped_until_its_numbers_are_taken(tmp_path):
     saved, resumed = make_optimizer(), make_optimizer()
     step(saved)
     torch.save(saved.adamw.state_dict(), tmp_path / "optimizer.pt")
-    note = {"made_by": {}, "step": 1, "bad_steps": 0, "data": None, "options": {}}
-    (tmp_path / "trainer.json").write_text(json.dumps(note))
 
     def mapped():
         return str(tmp_path / "optimizer.pt") in Path("/proc/self/maps").read_text()
 
-    memory = read_memory(tmp_path, masters=False, average=False)
+    adamw, masters, _ = read_state(tmp_path, resumed)
     assert mapped()  # else each rank has a whole copy
-    resumed.load_state_dict(memory.adamw, memory.masters)
-    del memory
+    resumed.load_state_dict(adamw, masters)
+    del adamw
     gc.collect()
     assert not mapped()  # a checkpoint that is deleted takes nothing with it
     for p, old in zip(resumed.trained, saved.trained):

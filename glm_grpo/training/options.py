@@ -8,7 +8,7 @@ __all__ = ['NORMALISE', 'OptimizerOptions', 'StepOptions', 'GroupOptions', 'Clip
 
 # %% ../../nbs/5_training/01_options.ipynb #n006
 from dataclasses import dataclass, field, fields, is_dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 from ..data.basics import UserError
 from ..data.basics import above, at_least, check_options, option
@@ -292,32 +292,20 @@ class TrainerOptions:
         self.grpo.check_delta()
         return self
 
-    def homes(self) -> dict[str, str | None]:
-        "Name of an option -> its section; None: the trainer's own."
-        found = {}
-        for f in fields(TrainerOptions):
-            if is_dataclass(f.type):
-                found |= dict.fromkeys([inner.name for inner in fields(f.type)], f.name)
-            else:
-                found[f.name] = None
-        return found
-
-    def values(self) -> dict[str, Any]:
-        "Name -> value of every option."
-        found = {}
-        for name, section in self.homes().items():
-            found[name] = getattr(getattr(self, section) if section else self, name)
-        return found
-
     def with_changes(self, **changes) -> "TrainerOptions":
         "A copy with some options changed, each by its own name. UserError: an unknown name."
-        homes = self.homes()
-        if unknown := [name for name in changes if name not in homes]:
-            raise UserError(
-                f"the trainer has no option {unknown[0]}. There are {', '.join(sorted(homes))}."
-            )
+        homes = {}  # option -> its section; None: the trainer's own
+        for f in fields(TrainerOptions):
+            if is_dataclass(f.type):
+                homes |= dict.fromkeys([inner.name for inner in fields(f.type)], f.name)
+            else:
+                homes[f.name] = None
         by_section = {}
         for name, value in changes.items():
+            if name not in homes:
+                raise UserError(
+                    f"the trainer has no option {name}. There are {', '.join(sorted(homes))}."
+                )
             by_section.setdefault(homes[name], {})[name] = value
         new = by_section.pop(None, {})
         for section, values in by_section.items():
