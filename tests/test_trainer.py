@@ -1,6 +1,6 @@
 """What must hold for the trainer, on the toy painter: no transformers, no diffusers, seconds."""
 
-import json
+import copy
 import random
 import signal
 import threading
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from glm_grpo.data.basics import UserError, refusal
+from glm_grpo.data.basics import refusal
 from glm_grpo.data.loader import make_dataloader
 from glm_grpo.maths.advantages import gdpo_advantages
 from glm_grpo.maths.loss import LOSS_TYPES
@@ -133,21 +133,6 @@ def test_a_run_whose_ratio_is_not_1_stops_before_its_first_update(make, tmp_path
     assert refusal(trainer.train, 1) == message  # a second try does not get past it
 
 
-def test_with_allow_ratio_gap_it_warns_and_trains():
-    trainer = score_wrongly(toy_trainer(allow_ratio_gap=True))
-    with pytest.warns(UserWarning, match="new and old differ") as warned:
-        (first, _) = trainer.train(2)
-    assert len(warned) == 1 and trainer.step == 2
-    assert first["old_new_gap"] == trainer.agreement.policies["ar"].largest > 1e-3
-
-
-def test_later_updates_on_a_rollout_may_leave_1():
-    trainer = toy_trainer(updates_per_rollout=4, learning_rate=1.0)
-    trainer.train(2)
-    assert trainer.agreement.policies["ar"].largest == 0
-    assert trainer.last_experience.gaps[-1]["ar"].max() > 0.1
-
-
 def test_a_gap_on_one_rank_stops_all():
     def run(ranks):
         trainer = toy_trainer(ranks=ranks)
@@ -189,14 +174,6 @@ def test_the_gradient_does_not_depend_on_the_micro_batch(loss_type, level):
     assert whole_line["ar/kl"] > 0 and whole_line["ar/old_new_gap"] > 0.1
 
 
-def test_a_long_gradient_is_shortened_as_a_whole():
-    trainer = toy_trainer(micro_batch_size=5, max_grad_norm=0.01)
-    found = keep_gradients(trainer)
-    line = trainer.train_step(BATCH)
-    assert found[0][0].norm() == pytest.approx(0.01, rel=1e-3)
-    assert line["grad_norm"] > 0.02  # before it was shortened
-
-
 def test_credit_for_some_decisions_moves_only_those():
     trainer = toy_trainer(micro_batch_size=3)
     experience = trainer.collect(BATCH)
@@ -207,24 +184,6 @@ def test_credit_for_some_decisions_moves_only_those():
     trainer.learn(experience)
     moved = table(trainer).detach().abs().amax((0, 2)) > 0
     assert moved.nonzero().flatten().tolist() == [10, 11, 12, 13, 14]
-
-
-def test_an_update_reads_numbers_from_the_device_once(monkeypatch):
-    trainer, readings = toy_trainer(micro_batch_size=1), []
-    experience = trainer.collect(BATCH)
-    keep_gradients(trainer)
-    (minibatch,) = trainer.minibatches(experience)
-    trainer.last_experience = experience
-    for name in ("tolist", "item"):
-        original = getattr(torch.Tensor, name)
-
-        def noted(tensor, name=name, original=original):
-            readings.append(name)
-            return original(tensor)
-
-        monkeypatch.setattr(torch.Tensor, name, noted)
-    trainer.update(minibatch)
-    assert readings == ["tolist"]
 
 
 # groups that teach nothing
@@ -241,13 +200,6 @@ def test_equal_rewards_move_nothing():
     assert line["equal_groups"] == 1 and line["grad_norm"] == 0 == line["skipped"]
 
 
-def test_an_equal_group_among_others_gets_no_gradient():
-    trainer = toy_trainer(reward=heart_is_flat)
-    (line,) = trainer.train(1)
-    assert line["equal_groups"] == 0.25
-    assert not table(trainer)[0].any() and table(trainer)[1:].any(2).any(1).all()
-
-
 def first_gradients(**changes):
     trainer = toy_trainer(reward=heart_is_flat, max_grad_norm=1e9, **changes)
     found = keep_gradients(trainer)
@@ -257,7 +209,8 @@ def first_gradients(**changes):
 
 def test_equal_drop_takes_the_mean_over_the_other_groups():
     (kept, keep), (dropped, drop) = first_gradients(), first_gradients(equal="drop")
-    assert kept.any() and torch.allclose(dropped, 4 / 3 * kept, atol=1e-9)
+    assert not kept[0, 0].any() and kept[0, 1:].any(2).any(1).all()
+    assert torch.allclose(dropped, 4 / 3 * kept, atol=1e-9)
     assert keep["equal_groups"] == drop["equal_groups"] == 0.25
     in_chunks, _ = first_gradients(equal="drop", micro_batch_size=3)
     assert torch.allclose(in_chunks, dropped, atol=1e-8)
@@ -316,25 +269,7 @@ def test_the_kl_is_zero_at_first_and_holds_back_later():
         assert 0 < tight < loose / 2
 
 
-def test_the_kl_pulls_back_to_the_reference():
-    trainer = toy_trainer(reward=constant, beta=0.5, max_grad_norm=1e9)
-    perturb(trainer, size=1.0)
-    found = keep_gradients(trainer)
-    line = trainer.train_step(BATCH)
-    (gradient,) = found[0]
-    away = table(trainer).detach().log_softmax(-1)  # the reference's logits are all equal
-    away = away - away.mean(-1, keepdim=True)
-    assert line["kl"] > 0.1 and (gradient * away).sum() > 0.3 * gradient.norm() * away.norm()
-
-
 # several updates, mini-batches, schedule
-
-
-def test_with_several_updates_ratios_leave_1_and_the_clip_works():
-    lines = {n: toy_trainer(updates_per_rollout=n, learning_rate=0.1).train(12) for n in (1, 4)}
-    assert max(line["ratio_std"] for line in lines[1]) < 1e-6
-    assert lines[4][3]["ratio_std"] > 0.01 and lines[4][3]["clip_fraction"] > 0
-    assert lines[4][-1]["reward_mean"] > lines[1][-1]["reward_mean"]
 
 
 def global_state():
@@ -353,15 +288,6 @@ def test_the_same_seed_gives_the_same_run_and_no_global_state_is_touched():
     again = losses()
     assert again == first and global_state() == state and any(first)
     assert losses(seed=1) != first
-
-
-def test_each_mini_batch_is_a_step_of_its_own():
-    (line,) = toy_trainer(mini_batches=3).train(1)
-    assert line["ratio_std"] > 1e-3
-    trainer = toy_trainer(mini_batches=100)
-    found = keep_gradients(trainer)
-    trainer.train_step(BATCH)
-    assert len(found) == 32  # at most as many as samples
 
 
 def test_mini_batches_follow_from_seed_step_and_pass():
@@ -391,9 +317,6 @@ def test_normalised_parts_reach_the_advantages():
     parts = {"near": nearness(images, TARGETS.repeat_interleave(8, 0)), "blue": blueness(images)}
     expected = gdpo_advantages(parts, weights, 8)
     assert torch.allclose(experience.samples["ar"].advantages, expected, atol=1e-3)
-    # in the plain sum the narrow part is drowned
-    ways = {how: toy_trainer(reward=narrow, normalise=how).train(30) for how in ("none", "group")}
-    assert ways["group"][-1]["reward/blue"] > 3 * abs(ways["none"][-1]["reward/blue"])
 
 
 def test_each_policy_can_have_its_own_reward():
@@ -410,14 +333,6 @@ def test_each_policy_can_have_its_own_reward():
     assert line["dit/reward/blue_weighted"] == pytest.approx(line["dit/reward_mean"], abs=1e-6)
     assert line["reward_mean"] == pytest.approx(0.1 + line["dit/reward_mean"], abs=1e-6)
     assert line["ar/equal_groups"] == 1 and line["dit/equal_groups"] == 0
-
-
-def test_two_policies_have_no_average():
-    (line,) = studio_trainer(dit_learning_rate=0.01).train(1)
-    assert line["ar/learning_rate"] == 0.3 and line["dit/learning_rate"] == 0.01
-    assert line["ar/grad_norm"] != line["dit/grad_norm"]
-    alone = {"loss", "ratio_mean", "clip_fraction", "kl", "grad_norm", "entropy", "old_new_gap"}
-    assert not alone & line.keys() and {f"dit/{k}" for k in alone} <= line.keys()
 
 
 # numbers that are not finite
@@ -439,9 +354,8 @@ class Broken(ToyPainter):
         policy.score = score
 
 
-@pytest.mark.parametrize(
-    "factor", [float("inf"), 1e38]
-)  # the loss is NaN; only the gradient is inf
+# the loss is NaN; only the gradient is inf
+@pytest.mark.parametrize("factor", [float("inf"), 1e38])
 def test_what_is_not_finite_does_not_reach_the_weights(factor):
     trainer = toy_trainer(model=Broken({4}, factor), micro_batch_size=None)
     trainer.train(1)
@@ -450,25 +364,6 @@ def test_what_is_not_finite_does_not_reach_the_weights(factor):
     assert line["skipped"] == 1 == trainer.bad_steps and torch.equal(table(trainer), before)
     (line,) = trainer.train(1)
     assert line["skipped"] == 0 == trainer.bad_steps and not torch.equal(table(trainer), before)
-
-
-@pytest.mark.parametrize(
-    ("loss", "norm", "finite", "moves"),
-    [
-        (float("nan"), 1.0, False, False),
-        (0.5, float("inf"), False, False),
-        (0.0, 0.0, True, False),  # AdamW's state would move the weights
-        (0.5, 1.0, True, True),
-    ],
-)
-def test_the_weights_move_where_loss_and_gradient_are_finite(loss, norm, finite, moves):
-    trainer = studio_trainer()
-    for weight in trainer.model.weights():
-        weight.grad = torch.ones_like(weight)
-    good = {"loss": 0.0, "grad_norm": 0.0}
-    metrics = {"ar": good, "dit": {"loss": loss, "grad_norm": norm}}
-    assert trainer.step_if_finite(metrics) == finite
-    assert trainer.bad_steps == (not finite) and table(trainer).any() == moves
 
 
 def test_three_bad_steps_in_a_row_end_the_training():
@@ -494,26 +389,6 @@ def straight():
     "Ten steps in one go."
     trainer = toy_trainer(loader())
     return trainer, trainer.train(10)
-
-
-@pytest.fixture(scope="module")
-def five(tmp_path_factory):
-    "A checkpoint after five steps."
-    path = tmp_path_factory.mktemp("checkpoints") / "five"
-    trainer = toy_trainer(loader())
-    trainer.train(5)
-    trainer.save_checkpoint(path)
-    return path
-
-
-def test_k_steps_and_k_steps_are_2k_steps(straight, five):
-    trainer = toy_trainer(loader())
-    trainer.load_checkpoint(five)
-    assert trainer.step == 5
-    losses = [line["loss"] for line in trainer.train(5)]
-    assert losses == [line["loss"] for line in straight[1][5:]]
-    assert torch.equal(table(trainer), table(straight[0]))
-    assert json.loads((five / "trainer.json").read_text())["data"]["batches"] == 5
 
 
 def test_a_list_of_batches_goes_on_with_the_right_one(tmp_path):
@@ -548,14 +423,6 @@ class StopAt(Callback):
 
     def on_step_end(self, trainer, metrics, experience):
         trainer.stop = trainer.step == self.step
-
-
-def test_stop_ends_after_the_running_step(straight):
-    trainer = toy_trainer(loader(), callbacks=[StopAt(6)])
-    assert len(trainer.train(10)) == 6 and trainer.step == 6
-    trainer.callbacks.clear()
-    trainer.train(4)
-    assert torch.equal(table(trainer), table(straight[0]))
 
 
 class Keep(Callback):
@@ -659,7 +526,7 @@ class ThreadRanks(Ranks):
         self.meeting, self.desk = meeting, desk
 
     def gather(self, thing):
-        self.desk[self.rank] = thing
+        self.desk[self.rank] = copy.deepcopy(thing)  # processes share no objects
         self.meeting.wait(20)
         things = list(self.desk)
         self.meeting.wait(20)
@@ -672,7 +539,7 @@ class ThreadRanks(Ranks):
             if weight.grad is None:
                 weight.grad = torch.zeros_like(weight)
             tensors.append(weight.grad)
-        of_ranks = self.gather([x.clone() for x in tensors])
+        of_ranks = self.gather([x.detach() for x in tensors])
         for i, x in enumerate(tensors):
             x.copy_(sum(own[i] for own in of_ranks))
 
@@ -744,17 +611,3 @@ def test_who_is_asked_to_stop_stops_all():
         return len(toy_trainer(ranks=ranks, callbacks=callbacks).train(5))
 
     assert on_ranks(2, run) == [2, 2]
-
-
-def test_a_rank_that_fails_ends_all_with_its_reason():
-    def run(ranks):
-        def reward(images):
-            if ranks.rank == 1:
-                raise UserError("the paint is dry")
-            return constant(images)
-
-        return toy_trainer(reward=reward, ranks=ranks).train(1)
-
-    told, own = on_ranks(2, run)
-    assert isinstance(told, UserError) and "rank 1 failed" in str(told)
-    assert "the paint is dry" in str(told) and str(own) == "the paint is dry"

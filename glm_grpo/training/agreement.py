@@ -94,16 +94,6 @@ class Agreement:
         found = {f"{name}: scoring and the sampling loop": g for name, g in self.loops.items()}
         return found | {f"{name}: new and old": gap for name, gap in self.policies.items()}
 
-    def rows(self) -> list[tuple[str, ...]]:
-        "A header, and a row per comparison."
-        found = [("log-probs", "largest gap", "mean gap", "KL", "allowed", "dtype", "micro-batch")]
-        size = "all" if self.micro_batch_size is None else str(self.micro_batch_size)
-        for name, gap in self.comparisons().items():
-            numbers = [f"{x:.2g}" for x in (gap.largest, gap.mean, gap.kl)]
-            allowed = gap.limits + " (exceeded)" * gap.too_large
-            found.append((name, *numbers, allowed, self.dtype, size))
-        return found
-
     def problem(self) -> str:
         "Where sampling and scoring disagree, likely causes and the way to go on; empty: nowhere."
         wrong = []
@@ -144,19 +134,21 @@ class Agreement:
         return " ".join(found)
 
     def __str__(self):
-        widths = [max(map(len, column)) for column in zip(*self.rows())]
+        "A table: a header, and a row per comparison."
+        rows = [("log-probs", "largest gap", "mean gap", "KL", "allowed", "dtype", "micro-batch")]
+        size = "all" if self.micro_batch_size is None else str(self.micro_batch_size)
+        for name, gap in self.comparisons().items():
+            numbers = [f"{x:.2g}" for x in (gap.largest, gap.mean, gap.kl)]
+            allowed = gap.limits + " (exceeded)" * gap.too_large
+            rows.append((name, *numbers, allowed, self.dtype, size))
+        widths = [max(map(len, column)) for column in zip(*rows)]
         lines = []
-        for row in self.rows():
+        for row in rows:
             lines.append("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip())
         return "\n".join(lines)
 
     def _repr_html_(self):
-        lines, kind = [], "th"
-        for row in self.rows():
-            cells = [f"<{kind}>{cell}</{kind}>" for cell in row]
-            lines.append(f"<tr>{''.join(cells)}</tr>")
-            kind = "td"
-        return f"<table>{''.join(lines)}</table>"
+        return f"<pre>{self}</pre>"
 
 # %% ../../nbs/5_training/09_agreement.ipynb #ag12
 def agreement_of(
@@ -168,8 +160,7 @@ def agreement_of(
 ) -> Agreement:
     "The gaps over the samples of all ranks."
     dtype = str(getattr(model, "dtype", "float32")).removeprefix("torch.")
-    own = {name: dict(numbers) for name, numbers in metrics.items()}  # the trainer adds keys
-    of_ranks, policies, loops = ranks.gather(own), {}, {}
+    of_ranks, policies, loops = ranks.gather(metrics), {}, {}
     for name in metrics:
         lines = [one[name] for one in of_ranks]
         if in_loop := merge_gaps(lines, "loop_gap"):

@@ -59,7 +59,8 @@ class TokenTable(Policy):
 
     def __init__(self, prompts: list[str]):
         self.prompts = list(prompts)
-        self.table = torch.nn.Parameter(self.start.repeat(len(prompts), 1, 1))
+        self.before = self.start.repeat(len(prompts), 1, 1)  # the reference policy
+        self.table = torch.nn.Parameter(self.before.clone())
 
     def parameters(self):
         return [self.table]
@@ -90,10 +91,9 @@ class ToyPainter:
 
     def __init__(self, prompts: list[str]):
         self.policies = {"ar": TokenTable(prompts)}
-        self.start = [weight.detach().clone() for weight in self.weights()]
 
     def weights(self) -> list[torch.nn.Parameter]:
-        return [policy.parameters()[0] for policy in self.policies.values()]
+        return [policy.table for policy in self.policies.values()]
 
     @torch.no_grad()
     def generate_with_tracking(
@@ -116,8 +116,8 @@ class ToyPainter:
     def reference(self) -> Iterator[None]:
         "Inside, the policies are those before training."
         learnt = [weight.data for weight in self.weights()]
-        for weight, start in zip(self.weights(), self.start):
-            weight.data = start
+        for policy in self.policies.values():
+            policy.table.data = policy.before
         yield
         for weight, data in zip(self.weights(), learnt):
             weight.data = data
@@ -157,7 +157,6 @@ class ToyStudio(ToyPainter):
     def __init__(self, prompts: list[str]):
         super().__init__(prompts)
         self.policies["dit"] = Light(prompts)
-        self.start = [weight.detach().clone() for weight in self.weights()]
 
     @torch.no_grad()
     def generate_with_tracking(self, prompts, images=None, *, names, **options):

@@ -63,9 +63,14 @@ class Learner:
             yield from deal_minibatches(experience, options.mini_batches, self.ranks, name)
 
     def update(self, minibatch: dict[str, MiniBatch]) -> dict[str, dict[str, float]]:
-        "One optimizer step -> each policy's metrics. UserError: see `check_agreement`."
-        metrics = self.gradients(minibatch)
-        self.check_agreement(metrics)
+        """One optimizer step -> each policy's metrics. UserError: sampling and scoring differ by
+        more than rounding, before a weight has changed; with `allow_ratio_gap` the first step
+        warns."""
+        metrics, first = self.gradients(minibatch), self.agreement is None
+        found = agreement_of(metrics, self.model, self.options, self.ranks, first)
+        if first or not self.options.step.allow_ratio_gap:
+            require_agreement(found, self.options, self.ranks)
+        self.agreement = self.agreement or found
         finite = self.step_if_finite(metrics)
         self.optimizer.zero_grad()
         for own in metrics.values():
@@ -93,11 +98,8 @@ class Learner:
 
     def accumulate(self, name: str, batch: MiniBatch) -> Tally:
         "Add one policy's gradient to its weights, chunk by chunk."
-        policy, grpo, size = (
-            self.policies[name],
-            self.options.grpo,
-            self.options.step.micro_batch_size,
-        )
+        policy, grpo = self.policies[name], self.options.grpo
+        size = self.options.step.micro_batch_size
         beta = grpo.beta if batch.samples.counted.any() else 0.0
         together = grpo.importance_sampling_level == "sequence"
         chunks = list(split_chunks(policy, batch.counted(), size, not beta, together))
@@ -106,9 +108,10 @@ class Learner:
             new, reference = self.score(policy, chunk, beta)
             if chunk.old_logprobs is None:  # no weight has changed since sampling: they are equal
                 chunk = replace(chunk, old_logprobs=new.detach())
-            given = new, chunk.old_logprobs, chunk.advantages.to(new.device)
             options = reference | loss_counts(batch, chunk) | loss_options(name, grpo)
-            loss, metrics = compute_grpo_loss(*given, beta=beta, as_tensors=True, **options)
+            loss, metrics = compute_grpo_loss(
+                new, chunk.old_logprobs, chunk.advantages, beta=beta, as_tensors=True, **options
+            )
             loss.backward()
             tally.add(i, chunk, new, metrics)
         for _ in range(passes - len(chunks)):  # another rank has more, and sharded weights need all
@@ -122,15 +125,6 @@ class Learner:
             kl = self.options.grpo.dit_kl
             return policy.score_with_reference(chunk, self.model.reference, kl)
         return policy.score(chunk), {}
-
-    def check_agreement(self, metrics: dict[str, dict[str, float]]) -> None:
-        """UserError: sampling and scoring differ by more than rounding, before a weight has
-        changed; with `allow_ratio_gap` the first step warns."""
-        first = self.agreement is None
-        found = agreement_of(metrics, self.model, self.options, self.ranks, first)
-        if first or not self.options.step.allow_ratio_gap:
-            require_agreement(found, self.options, self.ranks)
-        self.agreement = self.agreement or found
 
     def step_if_finite(self, metrics: dict[str, dict[str, float]]) -> bool:
         "Update the weights, unless a loss or gradient is not finite. Without a gradient: no step."
@@ -202,7 +196,11 @@ class MinimalGRPOTrainer(Learner):
         at_once: bool = False,  # `learn` comes next
     ) -> Experience:
         "Sample groups, compute rewards and advantages. Changes no weight."
-        return self.collector.collect(batch, self.step, self.agreement if at_once else None)
+        options, agreement = self.options.step, self.agreement if at_once else None
+        one_update = options.updates_per_rollout == options.mini_batches == 1
+        # the update computes the old log-probs itself, once scoring is known to agree
+        skip = one_update and agreement is not None and not agreement.problem()
+        return self.collector.collect(batch, self.step, score=not skip)
 
     def learn(self, experience: Experience) -> dict[str, float]:
         "All optimizer steps on one rollout -> the step's metrics."
@@ -244,7 +242,7 @@ class MinimalGRPOTrainer(Learner):
 
     def train_next(self, batches: Iterator[dict]) -> None:
         "The next step, and its callbacks. Ctrl+C during an update waits until they are done."
-        taken = []
+        taken = []  # not returned: `agree` would send the batch to all ranks
         self.ranks.agree(lambda: taken.append(as_batch(next(batches))))
         experience = self.collect(taken[0], at_once=True)
         with uncut():

@@ -4,10 +4,9 @@
 
 # %% auto #0
 __all__ = ['OWN_KEYS', 'split_chunks', 'loss_counts', 'loss_options', 'gap_numbers', 'Tally', 'to_floats', 'weighted_mean',
-           'merge_gaps', 'policy_numbers', 'summarise']
+           'merge_gaps', 'summarise']
 
 # %% ../../nbs/5_training/07_update.ipynb #n004i
-import itertools
 from collections.abc import Iterator
 
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from ..data.rollout import Policy, Samples
 from ..maths.loss import combine_metrics
-from .experience import Comparison, Experience, MiniBatch
+from .experience import Experience, MiniBatch
 from .options import GRPOOptions
 from .ranks import Ranks
 
@@ -132,14 +131,12 @@ def to_floats(metrics: dict[str, dict[str, Tensor]]) -> dict[str, dict[str, floa
 
 
 def weighted_mean(
-    lines: list[dict[str, float]],  # metrics with the same names
-    weights: list[float],  # one per line
+    lines: list[dict[str, float]],  # metrics with the same names, and `samples`
 ) -> dict[str, float]:
-    "The weighted mean of each metric."
-    shares = [weight / sum(weights) for weight in weights]
-    mean = {}
+    "The mean of each metric, weighted by the numbers of samples."
+    total, mean = sum(line["samples"] for line in lines), {}
     for name in lines[0]:
-        mean[name] = sum(share * line[name] for share, line in zip(shares, lines))
+        mean[name] = sum(line["samples"] / total * line[name] for line in lines)
     return mean
 
 
@@ -151,24 +148,9 @@ def merge_gaps(
     found = [line for line in lines if line["samples"] and name in line]
     if not found:
         return {}
-    mean = weighted_mean(found, [line["samples"] for line in found])
+    mean = weighted_mean(found)
     largest = max(line[name] for line in found)
     return {name: largest, f"{name}_mean": mean[f"{name}_mean"], f"{name}_kl": mean[f"{name}_kl"]}
-
-
-def policy_numbers(
-    of_ranks: list[list[dict[str, float]]],  # per rank, per optimizer step: one policy's metrics
-    compared: Comparison,
-    learning_rate: float,
-) -> dict[str, float]:
-    "One policy's metrics: means over optimizer steps and ranks, weighted by samples."
-    lines = [line for line in itertools.chain(*of_ranks) if line["samples"]]
-    mean = weighted_mean(lines, [line["samples"] for line in lines])
-    numbers = {k: v for k, v in mean.items() if k not in OWN_KEYS}
-    # before the first optimizer step, where the gap must be 0 up to rounding
-    numbers |= merge_gaps([own[0] for own in of_ranks], "old_new_gap")
-    numbers |= merge_gaps(lines, "loop_gap")
-    return numbers | compared.numbers() | {"learning_rate": learning_rate}
 
 # %% ../../nbs/5_training/07_update.ipynb #n012s
 def summarise(
@@ -181,13 +163,16 @@ def summarise(
     "The metrics of a training step. With two policies the names are ar/loss, dit/loss and so on."
     reports = ranks.gather((lines, experience.rollout.diagnostics, experience.memory))
     metrics = {"step": step}
-    for name, compared in experience.compared.items():
-        of_ranks = []
-        for of_rank, _, _ in reports:
-            of_ranks.append([line[name] for line in of_rank])
-        numbers = policy_numbers(of_ranks, compared, learning_rates[name])
-        prefix = f"{name}/" if len(experience.compared) > 1 else ""
+    for name, rate in learning_rates.items():
+        all_lines = [line[name] for of_rank, _, _ in reports for line in of_rank]
+        all_lines = [line for line in all_lines if line["samples"]]
+        numbers = {k: v for k, v in weighted_mean(all_lines).items() if k not in OWN_KEYS}
+        # before the first optimizer step, where the gap must be 0 up to rounding
+        numbers |= merge_gaps([of_rank[0][name] for of_rank, _, _ in reports], "old_new_gap")
+        numbers |= merge_gaps(all_lines, "loop_gap")
+        prefix = f"{name}/" if len(learning_rates) > 1 else ""
         metrics |= {f"{prefix}{k}": v for k, v in numbers.items()}
+        metrics[f"{prefix}learning_rate"] = rate
     metrics |= experience.numbers
     for name in experience.rollout.diagnostics:
         metrics[name] = sum(counts[name] for _, counts, _ in reports)
