@@ -7,14 +7,11 @@ import threading
 from unittest import mock
 
 import pytest
-import torch
 from PIL import Image
 
-from glm_grpo.data.basics import refusal
 from glm_grpo.data.basics import atomic_dir
 from glm_grpo.training.callbacks import Callback, CheckpointCallback, TrackerLogger
 from glm_grpo.training.checkpoints import find_checkpoint, read_note
-from glm_grpo.training.interrupts import Interrupts
 from glm_grpo.training.toy import ICONS, ToyPainter, icon_images, nearness
 from glm_grpo.training.trainer import MinimalGRPOTrainer
 
@@ -24,22 +21,6 @@ BATCH = {"prompts": list(ICONS), "target_images": icon_images(list(ICONS))}
 def make_trainer(**changes):
     options = {"learning_rate": 0.3, "group_size": 4, "callbacks": ()} | changes
     return MinimalGRPOTrainer(ToyPainter(list(ICONS)), [BATCH], nearness, **options)
-
-
-def table(trainer):
-    return trainer.policies["ar"].table.detach()
-
-
-def test_interrupts_stop_a_trainer_after_its_step():
-    class Press(Callback):
-        def on_step_end(self, trainer, metrics, experience):
-            if trainer.step == 2:
-                signal.raise_signal(signal.SIGINT)
-
-    with Interrupts() as interrupts:
-        interrupts.trainer = trainer = make_trainer(callbacks=[Press()])
-        assert len(trainer.train(5)) == 2
-    assert interrupts.status == 130
 
 
 def killed_while(work):
@@ -77,19 +58,6 @@ def test_a_killed_process_leaves_complete_checkpoints(tmp_path, die):
     assert [p.name for p in folder.iterdir()] == ["checkpoint_step_2"]
     found = find_checkpoint("latest", tmp_path)
     assert read_note(found)["step"] == 2 and not (found / "half").exists()
-
-
-@pytest.mark.parametrize("averaged", [False, True])
-def test_training_does_not_see_its_average(averaged):
-    "An evaluation of the averages in between changes no later step."
-    trainer, plain = make_trainer(ema_decay=0.8), make_trainer()
-    for _ in range(3):
-        trainer.train(1)
-        plain.train(1)
-        if averaged:
-            with trainer.optimizer.averaged():
-                assert not torch.equal(table(trainer), table(plain)) or trainer.step == 1
-    assert torch.equal(table(trainer), table(plain))
 
 
 def test_trackers_get_images_if_they_can_show_them(tmp_path):
@@ -137,10 +105,3 @@ def test_a_full_disk_while_tensorboard_writes_is_one_error(tmp_path, monkeypatch
     finally:
         mock.patch.stopall()
     assert trainer.step == 2 and not printed.called and threading.excepthook is printed
-
-
-def test_half_a_step_is_not_saved(tmp_path):
-    trainer = make_trainer()
-    trainer.half_done = True
-    assert "between two updates of one step" in refusal(trainer.save_checkpoint, tmp_path / "x")
-    assert list(tmp_path.iterdir()) == []
