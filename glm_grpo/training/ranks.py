@@ -299,24 +299,19 @@ def join_shares(
     "Join the results of all ranks, with the rows in order; a row without a result is NaN."
     number = sum(len(share.rows) for share in shares)
     joined = Share(list(range(number)))
-
-    def join(tables):
-        "Per rank [p, ...], or None -> [P, ...]; None: no rank has a table."
-        rows = None
-        for share, table in zip(shares, tables):
-            if table is not None:
-                if rows is None:
-                    empty = math.nan if table.is_floating_point() else 0
-                    rows = table.new_full((number, *table.shape[1:]), empty)
-                rows[share.rows] = table
-        return rows
-
-    for name in ("rewards", "diversity", "images"):
-        setattr(joined, name, join([getattr(share, name) for share in shares]))
-    for kind in ("tables", "statistics"):
-        of_ranks = [getattr(share, kind) for share in shares]
-        for name in {name: None for tables in of_ranks for name in tables}:
-            getattr(joined, kind)[name] = join([tables.get(name) for tables in of_ranks])
     for share in shares:
+        single = {name: getattr(share, name) for name in ("rewards", "diversity", "images")}
+        for into, tables in (
+            (vars(joined), single),
+            (joined.tables, share.tables),
+            (joined.statistics, share.statistics),
+        ):
+            for name, table in tables.items():
+                if table is None:
+                    continue
+                if into.get(name) is None:
+                    empty = math.nan if table.is_floating_point() else 0
+                    into[name] = table.new_full((number, *table.shape[1:]), empty)
+                into[name][share.rows] = table
         joined.not_measured = share.not_measured | joined.not_measured
     return joined
