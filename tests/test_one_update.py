@@ -30,7 +30,7 @@ def tiny_run(scores_always, monkeypatch):
     )
     if scores_always:
         collect = trainer.collector.collect
-        trainer.collector.collect = lambda batch, step, score: collect(batch, step)
+        trainer.collector.collect = lambda batch, step, agreement: collect(batch, step)
     passes, score = [], model.compute_token_logprobs
 
     def counted(*args):

@@ -78,7 +78,8 @@ class Collector:
         self,
         batch: dict,  # prompts, target_images, perhaps source_images, metadata; see `as_batch`
         step: int,  # training step: part of the name of the noise
-        score: bool = True,  # False: the update computes the old log-probs of the tokens itself
+        # of sampling and scoring, if an update comes next; None: it needs the old log-probs
+        agreement: "Agreement | None" = None,  # noqa: F821
     ) -> Experience:
         "Sample, compute rewards and advantages. UserError: the batch has no prompts."
         start, peak = time.perf_counter(), PeakMemory(self.device)
@@ -91,6 +92,10 @@ class Collector:
         given += [repeat_rows(sources, times), repeat_rows(batch.get("metadata"), times)]
         judgings = [Judging(reward, *given) for reward in self.different]
         names = self.name_samples(prompts, sources, step)
+        options = self.options.step
+        one_update = options.updates_per_rollout == options.mini_batches == 1
+        # one update computes them itself, once scoring is known to agree with sampling
+        score = not one_update or agreement is None or bool(agreement.problem())
 
         def judge(rows, images):
             for judging in judgings:

@@ -196,11 +196,7 @@ class MinimalGRPOTrainer(Learner):
         at_once: bool = False,  # `learn` comes next
     ) -> Experience:
         "Sample groups, compute rewards and advantages. Changes no weight."
-        options, agreement = self.options.step, self.agreement if at_once else None
-        one_update = options.updates_per_rollout == options.mini_batches == 1
-        # the update computes the old log-probs itself, once scoring is known to agree
-        skip = one_update and agreement is not None and not agreement.problem()
-        return self.collector.collect(batch, self.step, score=not skip)
+        return self.collector.collect(batch, self.step, self.agreement if at_once else None)
 
     def learn(self, experience: Experience) -> dict[str, float]:
         "All optimizer steps on one rollout -> the step's metrics."
