@@ -15,7 +15,7 @@ from typing import Any
 from ..data.basics import UserError
 from .options import TrainerOptions
 from .ranks import Ranks
-from .update import merge_gaps
+from .update import merge_lines
 
 # %% ../../nbs/5_training/09_agreement.ipynb #ag06
 FULL_PRECISION = ("float32", "float64")
@@ -58,13 +58,13 @@ class Gap:
 
 
 def loop_gap(numbers: dict[str, float], dtype: str) -> Gap:
-    "Of scoring and the sampling loop, from `merge_gaps`."
+    "Of scoring and the sampling loop, from `merge_lines`."
     short = dtype not in FULL_PRECISION
     return Gap(*numbers.values(), allowed_mean=LOOP_MEAN[short], allowed_kl=LOOP_KL[short])
 
 
 def old_new_gap(
-    numbers: dict[str, float],  # of `merge_gaps`
+    numbers: dict[str, float],  # of `merge_lines`
     policy: str,  # "ar", "dit"; others are taken for tokens
     dtype: str,  # of the model
     clip: float,  # the policy's clip range
@@ -162,11 +162,11 @@ def agreement_of(
     dtype = str(getattr(model, "dtype", "float32")).removeprefix("torch.")
     of_ranks, policies, loops = ranks.gather(metrics), {}, {}
     for name in metrics:
-        lines = [one[name] for one in of_ranks]
-        if in_loop := merge_gaps(lines, "loop_gap"):
+        numbers = merge_lines([of_rank[name] for of_rank in of_ranks])
+        if in_loop := {k: v for k, v in numbers.items() if k.startswith("loop_gap")}:
             loops[name] = loop_gap(in_loop, dtype)
-        old_new = merge_gaps(lines, "old_new_gap")
-        if first and old_new:
+        if first:
+            old_new = {k: v for k, v in numbers.items() if k.startswith("old_new_gap")}
             clip, same = options.grpo.clip_range_of(name), options.step.mini_batches == 1
             policies[name] = old_new_gap(old_new, name, dtype, clip, loops.get(name), same)
     return Agreement(policies, dtype, options.step.micro_batch_size, loops)

@@ -60,7 +60,6 @@ class Collector:
                     "set normalise none."
                 )
             self.rewards[name] = reward
-        self.different = list(dict.fromkeys(self.rewards.values()))
         grpo, policies = options.grpo, list(model.policies.values())
         self.images_per_prompt = grpo.group_size  # rows of a rollout with the same prompt
         self.images_per_sample = grpo.group_size if policies[0].shares_tokens else 1  # same tokens
@@ -90,7 +89,8 @@ class Collector:
             targets = targets.repeat_interleave(times, 0)
         given = [repeat_rows(prompts, times), targets]
         given += [repeat_rows(sources, times), repeat_rows(batch.get("metadata"), times)]
-        judgings = [Judging(reward, *given) for reward in self.different]
+        different = dict.fromkeys(self.rewards.values())
+        judgings = [Judging(reward, *given) for reward in different]
         names = self.name_samples(prompts, sources, step)
         options = self.options.step
         one_update = options.updates_per_rollout == options.mini_batches == 1
@@ -111,7 +111,7 @@ class Collector:
         of_rewards = zip(*(scores for scores, _ in told))  # per different reward: of all ranks
         experience = make_experience(
             self.last_rollout,
-            dict(zip(self.different, map(join_scores, of_rewards))),
+            dict(zip(different, map(join_scores, of_rewards))),
             self.rewards,
             self.model.policies,
             self.options,
