@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from glm_grpo.data.basics import UserError
 from glm_grpo.model import loading
 from glm_grpo.model.loading import load_pipeline, load_prompt_parts
-from glm_grpo.rewards.clip import load_processor
+from glm_grpo.rewards.judges import load_processor
 
 pytestmark = pytest.mark.usefixtures("at_root")
 

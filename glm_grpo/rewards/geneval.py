@@ -20,7 +20,7 @@ from torch import Tensor
 from ..data.basics import UserError
 from ..data.images import tensor_to_pil
 from ..model.loading import pick_device
-from .clip import ClipScore, Judge, find_model, load_frozen, load_processor
+from .judges import ClipScore, Judge, find_model, load_frozen, load_processor
 
 # %% ../../nbs/4_rewards/14_geneval.ipynb #g007
 COLOURS = "red orange yellow green blue purple pink brown black white".split()

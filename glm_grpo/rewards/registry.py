@@ -255,49 +255,43 @@ METRICS |= {
     "clip": Metric(
         "CLIP score: image and prompt mean the same",
         "0 to 1, about",
-        "reward.models.clip",
-        "arXiv 2104.08718; rewards.clip",
+        "reward.models.clip, for example openai/clip-vit-large-patch14",
+        "arXiv 2104.08718; rewards.judges",
     ),
     "pickscore": Metric(
         "what people would pick",
         "about 15 to 25",
-        "reward.models.pickscore",
-        "arXiv 2305.01569; rewards.clip",
+        "reward.models.pickscore (yuvalkirstain/PickScore_v1)",
+        "arXiv 2305.01569; rewards.judges",
     ),
     "hpsv2": Metric(
         "human preference score 2.1",
         "about 0.2 to 0.35",
-        "reward.models.hpsv2; the package imscore",
+        "reward.models.hpsv2 (RE-N-Y/hpsv21); the package imscore",
         "arXiv 2306.09341; rewards.judges",
     ),
     "hpsv3": Metric(
         "human preference score 3",
         "about -5 to 15",
-        "reward.models.hpsv3; the package imscore",
+        "reward.models.hpsv3 (RE-N-Y/hpsv3); imscore beside transformers 4.53",
         "arXiv 2508.03789; rewards.judges",
     ),
     "imagereward": Metric(
         "ImageReward",
         "about -2 to 2",
-        "reward.models.imagereward; the package imscore",
+        "reward.models.imagereward (RE-N-Y/ImageReward); imscore beside transformers 4.53",
         "arXiv 2304.05977; rewards.judges",
     ),
     "aesthetic": Metric(
         "LAION's aesthetic predictor",
         "about 1 to 10",
-        "reward.models.aesthetic",
-        "LAION 2022; rewards.clip",
-    ),
-    "lpips_published": Metric(
-        "minus LPIPS with the backbone that its authors published",
-        "-1 to 0, about",
-        "reward.models.lpips_published; target images",
-        "arXiv 1801.03924; rewards.perception",
+        "reward.models.aesthetic, a CLIP ViT-L/14 with LAION's head in its folder",
+        "LAION 2022; rewards.judges",
     ),
     "vlm": Metric(
         "probability of a vision-language model's yes: does the image show the prompt?",
         "0 to 1",
-        "reward.models.vlm",
+        "reward.models.vlm, for example llava-hf/llava-1.5-7b-hf",
         "VQAScore, arXiv 2404.01291; rewards.judges",
     ),
     "geneval": Metric(
@@ -329,13 +323,9 @@ def make_metric(
         return RemoteReward(brought.remote[name])
     if METRICS[name].make:
         return METRICS[name].make(brought)
-    from glm_grpo.rewards.geneval import GENEVAL
-    from glm_grpo.rewards.judges import make_judge
-
     if name not in brought.models:
-        raise UserError(
-            f"{name}: no package contains its weights. Set reward.models.{name}=FOLDER "
-            "(or a hub id)."
-        )
-    judge = GENEVAL.get(name)
-    return judge(brought.models[name]) if judge else make_judge(name, brought.models[name])
+        raise UserError(f"{name}: set reward.models.{name}=FOLDER (or a hub id).")
+    from glm_grpo.rewards.geneval import GENEVAL
+    from glm_grpo.rewards.judges import JUDGES
+
+    return (JUDGES | GENEVAL)[name](brought.models[name])

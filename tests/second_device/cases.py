@@ -16,7 +16,7 @@ import pytest
 import torch
 from PIL import Image
 from small_model import small_model
-from test_rewards_judges import clip, processor  # noqa: F401  fixtures
+from test_rewards_judges import clip  # noqa: F401  fixture
 
 from glm_grpo import GLMImageWrapper
 from glm_grpo.model import denoise as denoising
@@ -24,7 +24,7 @@ from glm_grpo.model import sampling
 from glm_grpo.model.decode_step import CudaGraphs
 from glm_grpo.model.tokens import PromptInputs
 from glm_grpo.rewards.calling import call_reward
-from glm_grpo.rewards.judges import make_judge
+from glm_grpo.rewards.judges import ClipScore
 from glm_grpo.rewards.weighted import WeightedReward
 from glm_grpo.training.trainer import MinimalGRPOTrainer
 
@@ -391,7 +391,7 @@ def test_a_judge_of_each_rank_works_in_the_thread_of_its_reward(clip, index):  #
     "A new thread's current device is 0, whatever the rank's is."
     images, prompts = torch.rand(2, 3, 40, 48), ["a cat", "a cat a cat"]
     with torch.cuda.device(index):
-        judge = make_judge("clip", clip)
+        judge = ClipScore(clip)
         here = judge(images, prompts)
         reward = WeightedReward({"clip": judge}, {"clip": 1.0}, 60)
         there = call_reward(reward, images, prompts)
