@@ -175,54 +175,34 @@ def test_a_dead_server_is_asked_three_times():
         assert len(server.paths) == 3
 
 
-HEARD = {}
-
-
 def nosy(images, prompts, targets=None, sources=None, metadata=None):
-    HEARD.update(prompts=prompts, targets=targets, sources=sources, metadata=metadata)
-    return [0.0] * len(images)
+    return [len(prompt) if '"' in prompt else float("nan") for prompt in prompts]
 
 
 def redness(images):
     return images[:, 0].mean((1, 2)) - images[:, 1:].mean((1, 2, 3))
 
 
-@pytest.mark.parametrize(
-    ("reward", "given", "expected"),
-    [
-        (redness, True, {"version", "images", "prompts"}),
-        (nosy, False, {"version", "images", "prompts"}),
-        (nosy, True, {"version", "images", "prompts", "targets", "sources", "metadata"}),
-    ],
-)
-def test_what_is_not_wanted_is_not_sent(reward, given, expected, monkeypatch):
-    options, sent, read_request = {}, [], remote.read_request
-    if given:
-        red = Image.new("RGB", (8, 8), "red")
-        options = {"targets": IMAGES[:4], "sources": [[red]] * 4, "metadata": [{}] * 4}
-    monkeypatch.setattr(remote, "read_request", lambda *x: sent.append(x[0]) or read_request(*x))
-    with serve(reward) as server:
-        RemoteReward(server.url)(IMAGES[:4], PROMPTS[:4], **options)
-    assert set(json.loads(sent[0])) == expected
-
-
-def test_all_inputs_of_a_reward_arrive():
+def test_all_inputs_of_a_reward_arrive_and_no_others(monkeypatch):
     "NaN, prompts of any script, targets, several sources and metadata."
-    heard = {}
-
-    def nosy(images, prompts, targets=None, sources=None, metadata=None):
-        heard.update(prompts=prompts, targets=targets, sources=sources, metadata=metadata)
-        return [len(prompt) if '"' in prompt else float("nan") for prompt in prompts]
-
+    sent, read_request = [], remote.read_request
+    monkeypatch.setattr(remote, "read_request", lambda *x: sent.append(x[0]) or read_request(*x))
     red, grey = Image.new("RGB", (8, 8), "red"), Image.new("RGB", (8, 8), "grey")
     quotes, control = '一只猫，写着 "你好"', 'tab\tnew\n"quote"\\ \0'
     words = ["кот на стене", quotes, 'قطة "مرحبا"', control, "🐱 kein Schild", ""]
     notes = [{"word": "猫", "box": [0, 1.5], "none": None, "n": n} for n in range(6)]
     sources = [[red, grey]] * 5 + [[red]]
+    given = words, IMAGES[6:], sources, notes
     with serve(nosy) as server:
-        scores = RemoteReward(server.url)(IMAGES[:6], words, IMAGES[6:], sources, notes)
+        scores = RemoteReward(server.url)(IMAGES[:6], *given)
+        RemoteReward(server.url)(IMAGES[:6], words)
+    with serve(redness) as server:
+        RemoteReward(server.url)(IMAGES[:6], *given)
     assert scores.isnan().tolist() == [True, False, False, False, True, True]
     assert scores[1] == len(words[1])
+    few = {"version", "images", "prompts"}
+    assert [{*json.loads(body)} for body in sent] == [few | {*remote.ARGUMENTS}, few, few]
+    heard = read_request(sent[0], remote.ARGUMENTS)
     assert heard["prompts"] == words and heard["metadata"] == notes
     assert torch.equal(heard["targets"], IMAGES[6:])
     assert [len(own) for own in heard["sources"]] == [2] * 5 + [1]

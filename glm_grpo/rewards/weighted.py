@@ -123,7 +123,7 @@ class WeightedReward:
     def __init__(
         self,
         parts: dict[str, Callable],
-        # of the parts to use; UserError: none, an unknown name, or not a finite number
+        # of the parts to use; UserError: none, or not a finite number
         weights: dict[str, float],
         time_limit: float | None = None,  # seconds for a call of all parts; None: no limit
     ):
@@ -133,9 +133,6 @@ class WeightedReward:
                 "for example reward.metrics.scene=1.0."
             )
         for name, weight in weights.items():
-            if name not in parts:
-                known = ", ".join(sorted(parts))
-                raise UserError(f"There is no reward called {name!r}. There are: {known}.")
             if not math.isfinite(weight):
                 raise UserError(
                     f"reward.metrics: the weight of {name} is {weight}. Give a finite number."
@@ -235,9 +232,8 @@ class Judging:
         if not isinstance(self.reward, WeightedReward):
             return
         for _, _, answers in self.batches:
-            for answer in answers.values():
-                if answer.done():
-                    answer.result()
+            for answer in filter(Future.done, answers.values()):
+                answer.result()
         inputs = self.inputs.select(rows, images)
         self.batches.append((rows, inputs, self.reward.ask(self.early, inputs)))
 
@@ -247,18 +243,15 @@ class Judging:
     ) -> Scores:
         """Ask what was not asked yet, and wait for all answers.
 
-        UserError, RewardError as `call_reward` and `WeightedReward.add`; ValueError where batches
-        were added, but not every image once.
+        Each image must have been added once, or none of them. UserError, RewardError as
+        `call_reward` and `WeightedReward.add`.
         """
         reward, inputs = self.reward, self.inputs._replace(images=images)
         if not isinstance(reward, WeightedReward):
             return Scores(call_reward(reward, *inputs), {}, {})
         if not self.batches:
             return reward.score(*inputs)
-        rows, n = [i for batch in self.batches for i in batch[0]], len(images)
-        if sorted(rows) != list(range(n)):
-            raise ValueError(f"{len(rows)} rows were added in batches, but there are {n} images")
-        order = torch.tensor(rows).argsort()
+        order = torch.tensor([i for rows, _, _ in self.batches for i in rows]).argsort()
         late = reward.ask([name for name in reward.parts if name not in self.early], inputs)
         found = [reward.wait(answers, asked) for _, asked, answers in self.batches]
         values = {name: torch.cat([some[name] for some in found])[order] for name in self.early}
