@@ -365,7 +365,7 @@ class RemoteReward:
         images: Tensor,  # [N, 3, H, W] in [0, 1]
         prompts: list[str],
         targets: Tensor | None = None,  # [N, 3, H, W]
-        sources: list | None = None,  # N source images, or N lists of them
+        sources: list | None = None,  # N lists of source images
         metadata: list[dict] | None = None,
     ) -> Tensor:  # [N] float32
         given = {"targets": targets, "sources": sources, "metadata": metadata}
@@ -387,8 +387,7 @@ class RemoteReward:
         for name in {"images", "targets"} & set(given):
             request[name] = encode_images(given[name])
         if "sources" in given:
-            lists = [[x] if isinstance(x, Image.Image) else x for x in given["sources"]]
-            request["sources"] = [encode_images(own) for own in lists]
+            request["sources"] = [encode_images(own) for own in given["sources"]]
         try:
             body = json.dumps(request, allow_nan=False).encode()
         except (TypeError, ValueError) as e:
