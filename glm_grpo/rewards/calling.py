@@ -98,16 +98,17 @@ def wanted_arguments(
     name: str = "",  # for messages; empty: its own name
 ) -> list[str]:  # out of ARGUMENTS, in that order
     "The inputs that a reward's signature asks for. UserError: an input that does not exist."
-    parameters, takes_any = inspect.signature(reward).parameters, False
-    for key, p in parameters.items():
-        takes_any = takes_any or p.kind is p.VAR_KEYWORD
-        may_be_left_out = p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL) or p.default is not p.empty
-        if key not in ARGUMENTS and not may_be_left_out:
-            raise UserError(
-                f"The reward {name or reward_name(reward)} asks for {key}. "
-                f"A reward may ask for: {', '.join(ARGUMENTS)}."
-            )
-    return [key for key in ARGUMENTS if takes_any or key in parameters]
+    signature = inspect.signature(reward)
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
+    wanted = [key for key in ARGUMENTS if takes_any or key in signature.parameters]
+    try:
+        signature.bind(**dict.fromkeys(wanted))
+    except TypeError as e:
+        raise UserError(
+            f"The reward {name or reward_name(reward)} cannot be called ({e}). "
+            f"A reward may ask for: {', '.join(ARGUMENTS)}."
+        ) from None
+    return wanted
 
 # %% ../../nbs/4_rewards/01_calling.ipynb #c020
 def _first_failing(reward, arguments, n, seconds=10):

@@ -307,10 +307,7 @@ class VLMJudge(Judge):
             texts.append(write(chat, add_generation_prompt=True, tokenize=False))
         pil_images = [[image] for image in tensor_to_pil(images)]
         inputs = self.processor(text=texts, images=pil_images, padding=True, return_tensors="pt")
-        inputs = dict(inputs.to(self.device))
-        for name, tensor in inputs.items():
-            if tensor.is_floating_point():
-                inputs[name] = tensor.to(self.model.dtype)
+        inputs = inputs.to(self.device, self.model.dtype)  # whole numbers stay what they are
         return self.model(**inputs, **self.only_last).logits[:, -1].float()
 
     def _judge(self, images, prompts):

@@ -10,10 +10,9 @@ import functools
 import math
 import queue
 import threading
-import time
 import weakref
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import FIRST_EXCEPTION, Future
 from concurrent.futures import wait as wait_for
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -158,22 +157,22 @@ class WeightedReward:
         answers: dict[str, Future],  # of `ask`
         inputs: RewardInputs,  # that it was asked about
     ) -> dict[str, Tensor]:  # part -> [N] float32, NaN where it has nothing to score
-        """Wait until all have answered.
+        """Wait until all have answered, or one has failed.
 
         Raises UserError and RewardError as `call_reward`, and RewardError with the name of a part
         that takes too long.
         """
-        end = None if self.time_limit is None else time.monotonic() + self.time_limit
+        wait_for(answers.values(), self.time_limit, FIRST_EXCEPTION)
+        for answer in filter(Future.done, answers.values()):
+            answer.result()  # raises what the part raised
         for name, answer in answers.items():
-            left = None if end is None else max(0.001, end - time.monotonic())
-            if not wait_for([answer], left).done:
+            if not answer.done():
                 prompt = inputs.prompts[0]
                 what = (
                     f"has not answered within {self.time_limit:g} s (reward.time_limit; first "
                     f"prompt of the batch: {prompt!r})."
                 )
                 raise RewardError(name, what, prompt, inputs.images[0])
-            answer.result()  # raises what the part raised
         return {name: answer.result() for name, answer in answers.items()}
 
     def add(
@@ -218,10 +217,9 @@ class Judging:
         self.reward = reward
         self.inputs = RewardInputs(None, list(prompts), targets, sources, metadata)
         self.batches = []  # (rows, inputs, answers that are on their way) of what was handed over
-        self.early = []  # parts on the CPU
-        for name, part in reward.parts.items() if isinstance(reward, WeightedReward) else ():
-            if str(getattr(part, "device", "cpu")) == "cpu":
-                self.early.append(name)
+        parts = reward.parts if isinstance(reward, WeightedReward) else {}
+        devices = {name: getattr(part, "device", "cpu") for name, part in parts.items()}
+        self.early = [name for name, device in devices.items() if str(device) == "cpu"]
 
     def add(
         self,
