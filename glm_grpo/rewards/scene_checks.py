@@ -239,10 +239,8 @@ def edit_reward(
             "(data.source_images_dir, or a 'source' in each line of prompts.jsonl)."
         )
     if not isinstance(sources, Tensor):
-        firsts = [own[0] if isinstance(own, (list, tuple)) else own for own in sources]
         size = images.shape[:1:-1]  # width, height
-        firsts = [one if one.size == size else one.resize(size) for one in firsts]
-        sources = pil_to_tensor([one.convert("RGB") for one in firsts])
+        sources = pil_to_tensor([own[0].resize(size).convert("RGB") for own in sources])
     images = images.float()
     targets, sources = targets.to(images), sources.to(images)
 

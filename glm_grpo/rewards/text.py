@@ -115,7 +115,7 @@ def reading_order(lines: list[TextLine]) -> list[TextLine]:
             rows.append([line])
     for row in rows:
         row.sort(key=lambda line: line.box[:, 0].min())
-    return list(itertools.chain.from_iterable(rows))
+    return [line for row in rows for line in row]
 
 # %% ../../nbs/4_rewards/06_text.ipynb #c016
 class TextReader:
