@@ -8,7 +8,9 @@ __all__ = ['BATCH_NAMES', 'SPLIT_SEED', 'read_text', 'read_lines', 'is_table', '
 
 # %% ../../nbs/2_data/04_prompts.ipynb #n003
 import copy
+import csv
 import hashlib
+import io
 import itertools
 import json
 import os
@@ -20,7 +22,7 @@ import torch
 from PIL import Image
 from torch.utils.data._utils.collate import default_collate_fn_map
 
-from .basics import UserError, bundled, check_path
+from .basics import UserError, bundled, check_path, shown
 from glm_grpo.data.images import (
     PackedImage,
     fit_image,
@@ -59,8 +61,6 @@ def read_lines(
     UserError: no such file, not UTF-8, an empty file, an empty line."""
     path = bundled(path)
     lines = [line.strip() for line in read_text(path).removesuffix("\n").split("\n")]
-    if not any(lines):
-        raise UserError(f"{path}: empty. Write one prompt per line.")
     if "" in lines:
         number = lines.index("") + 1
         raise UserError(f"{path}, line {number}: empty. Write a prompt there or delete the line.")
@@ -87,7 +87,7 @@ def _check_record(record, where):
             )
         values = value if key == "source" and isinstance(value, list) else [value]
         if not all(isinstance(one, _KEY_TYPES[key]) for one in values):
-            raise UserError(f"{where}: '{key}' cannot be {json.dumps(value, default=str)[:100]}.")
+            raise UserError(f"{where}: '{key}' cannot be {shown(value)}.")
     if not record.get("prompt", "").strip():
         raise UserError(f"{where}: no prompt. Give it a key 'prompt' with some text.")
 
@@ -101,6 +101,66 @@ def _parse_json(text, where):
         raise UserError(f"{where}: not valid JSON ({error}). Correct the line.") from None
     return value
 
+# %% ../../nbs/2_data/04_prompts.ipynb #ccc34be
+def _read_csv(path):
+    "The rows of a CSV file, as dicts of strings. UserError names the row."
+    text = read_text(path)
+    separator = max(",;\t", key=text.split("\n", 1)[0].count)
+    reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=separator, strict=True)
+    rows = []
+    try:
+        for row in reader:
+            if None in row:  # what the header has no name for
+                raise csv.Error("more cells than in the first line")
+            rows.append(row)
+    except csv.Error as error:
+        raise UserError(
+            f"{path}, row {len(rows) + 1}: {error}. Correct the row; a cell with a comma "
+            'stands in quotes: "a cat, a dog".'
+        ) from None
+    return rows
+
+# %% ../../nbs/2_data/04_prompts.ipynb #c75726f
+def _unpack(value, where):
+    "The value of a cell, in which images as `datasets` stores them become `PackedImage`."
+    if isinstance(value, list):
+        return [_unpack(one, where) for one in value]
+    if isinstance(value, dict) and set(value) == {"bytes", "path"}:
+        return PackedImage(where, value["bytes"]) if value["bytes"] else value["path"]
+    return value
+
+
+def _read_dataset(path):
+    """The rows of a Parquet file or of a dataset's folder.
+    UserError: it cannot be read, it contains no dataset, or `datasets` is not installed."""
+    try:
+        import datasets
+    except ImportError:
+        raise UserError(
+            f"{path}: the package datasets is needed to read it. pip install "
+            "'glm_grpo[datasets]', or save the prompts as .txt, .jsonl or .csv."
+        ) from None
+    rows = []
+    try:
+        if any((path / name).is_file() for name in ("state.json", "dataset_dict.json")):
+            found = datasets.load_from_disk(str(path))
+            if isinstance(found, dict) and "train" not in found:
+                raise ValueError(f"no split 'train'; name the folder of {' or '.join(found)}")
+            found = found["train"] if isinstance(found, dict) else found
+        else:
+            name, files = (str(path), None) if path.is_dir() else ("parquet", str(path))
+            found = datasets.load_dataset(name, data_files=files, split="train", streaming=True)
+        for table in found.with_format("arrow").iter(1000):
+            rows += table.to_pylist()
+    except Exception as error:
+        # datasets and pyarrow raise OSError, ArrowInvalid...; all mean the same to the user
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(f"{path}: {reason}. Correct it, or save it again.") from None
+    for number, row in enumerate(rows, 1):
+        for column, value in row.items():
+            row[column] = _unpack(value, f"{path}, row {number}, {column}")
+    return rows
+
 # %% ../../nbs/2_data/04_prompts.ipynb #c39d4a6
 _COLUMNS = {  # the name of a column -> key, the preferred names first
     "prompt": "prompt",
@@ -113,11 +173,6 @@ _COLUMNS = {  # the name of a column -> key, the preferred names first
 }
 
 
-def _is_packed(value):
-    "Whether a cell is an image as the library `datasets` stores it."
-    return isinstance(value, dict) and set(value) == {"bytes", "path"}
-
-
 def _find_columns(rows, path):
     "The key of each column. UserError: no row, or no column has the prompts."
     first = rows[0] if rows else {}
@@ -126,7 +181,7 @@ def _find_columns(rows, path):
     for name, key in _COLUMNS.items():
         column = names.get(name)
         # a URL or a number is not a target image
-        known = column is not None and (name != "image" or _is_packed(first[column]))
+        known = column is not None and (name != "image" or isinstance(first[column], PackedImage))
         if known and key not in found.values():
             found[column] = key
     if "prompt" not in found.values():
@@ -136,76 +191,22 @@ def _find_columns(rows, path):
         )
     return found
 
-# %% ../../nbs/2_data/04_prompts.ipynb #c75726f
-def _cell(value, where):
-    "The value of a cell, in which images become `PackedImage`."
-    if isinstance(value, list):
-        return [_cell(one, where) for one in value]
-    if _is_packed(value):
-        return PackedImage(where, value["bytes"]) if value["bytes"] else value["path"]
-    return value
-
 
 def _table_record(row, columns, where):
     "A row of a table as a record."
     record, others = {}, {}
     for column, value in row.items():
         key = columns.get(column)
-        if key is None and not _is_packed(value) and not isinstance(value, bytes):
+        if key is None and not isinstance(value, (bytes, PackedImage)):
             others[column] = value
         if key in ("source", "metadata") and isinstance(value, str) and value[:1] in ("[", "{"):
             value = _parse_json(value, f"{where}, {key}")
         if key is not None and value not in (None, ""):
-            record[key] = _cell(value, f"{where}, {key}")
+            record[key] = value
     if others and isinstance(record.get("metadata", {}), dict):
         others = json.loads(json.dumps(others, default=str))  # a date becomes a string
         record["metadata"] = others | record.get("metadata", {})
     return record
-
-# %% ../../nbs/2_data/04_prompts.ipynb #ccc34be
-def _read_table(path):
-    """Rows of a CSV or Parquet file or of a dataset folder, and notes for the user.
-    UserError: it cannot be read, it contains no dataset, or `datasets` is not installed."""
-    try:
-        import datasets
-        import pandas
-        import pyarrow.parquet as parquet
-    except ImportError:
-        raise UserError(
-            f"{path}: the package datasets is needed to read it. pip install "
-            "'glm_grpo[datasets]', or save the prompts as .txt or .jsonl."
-        ) from None
-    notes, rows = [], []
-    is_csv = path.suffix.lower() in (".csv", ".tsv")
-    first_line = read_text(path).split("\n", 1)[0] if is_csv else ""
-    try:
-        if is_csv:
-            separator = max(",;\t", key=first_line.count)
-            options = {"header": None, "dtype": str, "keep_default_na": False}
-            header, *body = pandas.read_csv(path, sep=separator, **options).values.tolist()
-            return [dict(zip(header, cells)) for cells in body], notes
-        if any((path / name).is_file() for name in ("state.json", "dataset_dict.json")):
-            found = datasets.load_from_disk(str(path))
-            if isinstance(found, dict):
-                if "train" not in found:
-                    raise ValueError(f"no split 'train'; name the folder of {' or '.join(found)}")
-                notes = [f"split 'train' of {', '.join(found)}"]
-                found = found["train"]
-            return found.with_format("arrow")[:].to_pylist(), notes
-        files = [path] if path.is_file() else sorted(path.rglob("*.parquet"))
-        train = [file for file in files if file.name.startswith("train")]
-        if train and train != files:
-            files, notes = train, ["files train*.parquet"]
-        if not files:
-            raise ValueError("a folder without a dataset; name a file or a dataset's folder")
-        for file in files:
-            rows += parquet.ParquetFile(file).read().to_pylist()
-    except Exception as error:
-        # pandas and pyarrow raise OSError, ArrowInvalid...; all mean the same to the user
-        reason = " ".join(str(error).split())[:200]
-        hint = ' A cell with a comma stands in quotes: "a cat, a dog".' if is_csv else ""
-        raise UserError(f"{path}: {reason}. Correct it, or save it again.{hint}") from None
-    return rows, notes
 
 # %% ../../nbs/2_data/04_prompts.ipynb #cc37f4d
 _TABLES = (".csv", ".tsv", ".parquet")
@@ -226,20 +227,26 @@ def read_rows(
     # notes on how the columns were read
     "The prompts of a file or folder. UserError names the line or row."
     path = bundled(path)
-    suffix = path.suffix.lower()
-    if suffix in _NOT_READ and os.path.isfile(path):
+    suffix, columns, notes = path.suffix.lower(), None, []
+    if os.path.isdir(path):
+        rows, notes = _read_dataset(path), ["split 'train'"]
+    elif suffix == ".parquet" and os.path.isfile(path):
+        rows = _read_dataset(path)
+    elif suffix in _NOT_READ:
         raise UserError(
             f"{path}: {suffix} files are not supported. Save it as .txt (one prompt per line), "
             ".jsonl, .csv or .parquet."
         )
-    in_table = os.path.isdir(path) or (suffix in _TABLES and os.path.isfile(path))
-    rows, notes = _read_table(path) if in_table else (read_lines(path), [])
-    columns = _find_columns(rows, path) if in_table else {}
-    notes += [f"column '{name}' as {key}" for name, key in columns.items() if name != key]
-    places = [f"{'row' if in_table else 'line'} {i}" for i in range(1, len(rows) + 1)]
-    records = []
-    for row, place in zip(rows, places):
-        record, where = {"prompt": row}, f"{path}, {place}"
+    else:
+        rows = _read_csv(path) if suffix in (".csv", ".tsv") else read_lines(path)
+    in_table = not rows or isinstance(rows[0], dict)
+    if in_table:
+        columns = _find_columns(rows, path)
+        notes += [f"column '{name}' as {key}" for name, key in columns.items() if name != key]
+    records, places = [], []
+    for number, row in enumerate(rows, 1):
+        places.append(f"row {number}" if in_table else f"line {number}")
+        record, where = {"prompt": row}, f"{path}, {places[-1]}"
         if in_table:
             record = _table_record(row, columns, where)
         elif suffix == ".jsonl":
