@@ -137,9 +137,9 @@ def test_a_baseline_lends_its_weights_and_no_options(theirs):
     mine = theirs.parent / "mine"
     shutil.copytree(theirs, mine)
     (mine / "config.yaml").write_text("training: {seed: 5}\n")
-    with mock.patch("glm_grpo.run.evaluate.Comparison") as comparison:
+    with mock.patch("glm_grpo.run.evaluate.compare") as compare:
         assert evaluate_main("--checkpoint", mine, "--baseline", theirs) == 0
-    config = comparison.call_args.args[0]
+    config = compare.call_args.args[0]
     assert config.training.seed == 5
     assert config.reward.functions is None and config.reward.remote is None
 

@@ -17,16 +17,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from ..data.basics import UserError, atomic_write
 from ..data.images import tensor_to_pil
-from ..data.prompts import T2IDataset, read_records
+from ..data.prompts import T2IDataset, collate, read_records
 from ..rewards.calling import call_reward
 from ..rewards.perception import group_diversity, image_statistics
 from ..rewards.weighted import Judging
 from .alarms import reward_hacking_alarm
 from .config import Config, image_height_width
-from ..training.callbacks import Callback
+from ..training.callbacks import Callback, on_terminal
 from ..training.ranks import Ranks
 from ..training.ranks import Share, join_shares, share_rows
 
@@ -70,19 +71,19 @@ class HeldOut:
 # %% ../../nbs/6_run/10_evaluation.ipynb #n019
 def measure_share(
     model: Any,
-    held_out: HeldOut,
+    own: HeldOut,  # p prompts: those of this rank
+    rows: list[int],  # their numbers among all prompts
     rewards: list[Callable],
     seeds: tuple[int | str, ...],  # S
     metrics: dict[str, Callable],
     options: dict,  # of generate_with_tracking
-    rows: list[int],  # numbers of the prompts to measure, p
-    tell: Callable[[int], None],  # called with the number of seeds done
+    tell: Callable[[], None],  # called after each seed
 ) -> Share:
-    "Sample and score some of the prompts. A UserError of a metric goes to `not_measured`."
-    own, not_measured, totals, columns, images = held_out.rows(rows), {}, [], {}, []
-    given = own.targets, own.sources, own.metadata
+    "Sample and score the prompts. A UserError of a metric goes to `not_measured`."
+    not_measured, totals, of_seeds, images = {}, [], [], []
+    given = own.prompts, own.targets, own.sources, own.metadata
     for seed in seeds:
-        judgings = [Judging(reward, own.prompts, *given) for reward in rewards]
+        judgings = [Judging(reward, *given) for reward in rewards]
 
         def on_images(at, sampled, judgings=judgings):
             for judging in judgings:
@@ -103,16 +104,18 @@ def measure_share(
         for name, metric in metrics.items():
             if name in values or name in not_measured:
                 continue
-            judged = sampled, own.prompts, *given
             try:
-                values[name] = call_reward(metric, *judged, name=name, may_skip=True)
+                values[name] = call_reward(metric, sampled, *given, name=name, may_skip=True)
             except UserError as e:
                 not_measured[name] = str(e)
         totals.append(sum(score.rewards for score in scores))
-        for name, column in values.items():
-            columns.setdefault(name, []).append(column)
+        of_seeds.append(values)
         images.append((sampled.clamp(0, 1) * 255).round().byte().cpu())
-        tell(len(images))
+        tell()
+    tables = {}
+    for name in of_seeds[0]:
+        if name not in not_measured:
+            tables[name] = torch.stack([values[name] for values in of_seeds], 1)
     images = torch.stack(images, 1).flatten(0, 1)  # [p * S, 3, H, W]
     shape = len(rows), len(seeds)
     numbers, diversity = image_numbers(images, len(seeds))
@@ -124,20 +127,17 @@ def measure_share(
         how = {"scale_factor": scale, "mode": "bilinear", "antialias": True}
         images = torch.nn.functional.interpolate(images, **how)
     shown = images.unflatten(0, shape)
-    kept = {name: found for name, found in columns.items() if name not in not_measured}
-    tables = {name: torch.stack(found, 1) for name, found in kept.items()}
     return Share(rows, torch.stack(totals, 1), tables, statistics, diversity, shown, not_measured)
 
 # %% ../../nbs/6_run/10_evaluation.ipynb #n020
 def summarise(held_out: HeldOut, share: Share) -> dict:
     "The result of `evaluate`, from a share with all rows: means and single values."
-    rewards, diversity, not_measured = share.rewards, share.diversity, dict(share.not_measured)
-    tables = {}
+    rewards, diversity = share.rewards, share.diversity
+    tables, not_measured = dict(share.tables), dict(share.not_measured)
     for name, table in share.tables.items():
-        if table.isnan().all():
+        if name in not_measured or table.isnan().all():
             not_measured.setdefault(name, NOTHING_TO_SCORE)
-        if name not in not_measured:
-            tables[name] = table
+            del tables[name]
     values = tables | share.statistics
     if diversity is not None:
         values["diversity"] = diversity
@@ -173,7 +173,7 @@ def evaluate(
     *,
     seeds: tuple[int, ...] = (0,),  # S: each prompt is sampled once with each
     metrics: dict[str, Callable] | None = None,  # measured besides the rewards
-    progress: Callable[[int], None] | None = None,  # called with the number of images done
+    bar: str | None = None,  # name of a progress bar; None: no bar
     ranks: Ranks | None = None,  # they share the prompts; None: one process
     **options,  # of generate_with_tracking: height, width, num_inference_steps, temperature...
 ) -> dict:
@@ -186,26 +186,28 @@ def evaluate(
     over prompts, None with one seed); values (name -> [P][S], None: nothing to score);
     not_measured (name -> reason); seeds, seconds; images ([P][S] PIL images of at most 384
     pixels) and sources (P PIL images, or None), which `eval_record` leaves out."""
-    if not held_out.prompts or not seeds:
+    number = len(held_out.prompts)
+    if not number or not seeds:
         raise UserError(
-            f"An evaluation with {len(held_out.prompts)} prompts and {len(seeds)} seeds: give at "
-            "least one of each."
+            f"An evaluation with {number} prompts and {len(seeds)} seeds: give at least one of "
+            "each."
         )
     start, ranks = time.perf_counter(), ranks or Ranks()
     rewards = [reward_function]
     if isinstance(reward_function, dict):
         rewards = list(dict.fromkeys(reward_function.values()))
     rows = share_rows(held_out.prompts, held_out.sources, ranks)
-    images = len(held_out.prompts)  # of one seed
-    progress = progress or (lambda done: None)
+    hidden = bar is None or not ranks.first or not on_terminal()
+    shown = {"desc": bar, "unit": "image", "disable": hidden, "mininterval": 0.5}
+    with tqdm(total=number * len(seeds), **shown) as progress:
 
-    def share():
-        if not rows:
-            return Share(rows)
-        given = rewards, seeds, metrics or {}, options, rows
-        return measure_share(model, held_out, *given, lambda done: progress(images * done))
+        def share():
+            if not rows:
+                return Share(rows)
+            given = rewards, seeds, metrics or {}, options, lambda: progress.update(number)
+            return measure_share(model, held_out.rows(rows), rows, *given)
 
-    result = summarise(held_out, join_shares(ranks.agree(share)))
+        result = summarise(held_out, join_shares(ranks.agree(share)))
     return result | {"seeds": list(seeds), "seconds": time.perf_counter() - start}
 
 # %% ../../nbs/6_run/10_evaluation.ipynb #n032
@@ -234,37 +236,27 @@ def evaluate_config(
     ranks: Ranks | None = None,  # they share the prompts; None: one process
 ) -> dict:  # result of `evaluate`
     "Evaluate the first eval_prompts prompts with eval_samples seeds. Every rank calls it."
-    from tqdm import tqdm
-
     training = config.training
     number = min(len(dataset), training.eval_prompts or len(dataset))
-    seeds = tuple(range(training.eval_samples))
-    height, width = image_height_width(config)
-    # denoising steps add no noise, as when the model is used later
-    options = replace(config.rollout, noise_level=0.0)
     items = [dataset[i] for i in range(number)]
+    batch = collate(items)
     held_out = HeldOut(
-        [item["prompt"] for item in items],
-        [item["source"] for item in items] if "source" in items[0] else None,
-        torch.stack([item["target"] for item in items]) if dataset.targets else None,
-        [item["metadata"] for item in items],
+        batch["prompts"], batch.get("source_images"), batch["target_images"], batch["metadata"]
     )
-    first = ranks is None or ranks.first
-    # None: hidden unless it goes to a terminal
-    total, hidden = number * len(seeds), True if name is None or not first else None
-    with tqdm(total=total, desc=name, unit="image", disable=hidden, mininterval=0.5) as bar:
-        result = evaluate(
-            model,
-            held_out,
-            reward,
-            seeds=seeds,
-            metrics=others[0],
-            progress=lambda done: bar.update(done - bar.n),
-            ranks=ranks,
-            height=height,
-            width=width,
-            options=options,
-        )
+    height, width = image_height_width(config)
+    result = evaluate(
+        model,
+        held_out,
+        reward,
+        seeds=tuple(range(training.eval_samples)),
+        metrics=others[0],
+        bar=name,
+        ranks=ranks,
+        height=height,
+        width=width,
+        # denoising steps add no noise, as when the model is used later
+        options=replace(config.rollout, noise_level=0.0),
+    )
     result["not_measured"] = others[1] | result["not_measured"]
     result["prompts_are_held_out"] = not dataset.trained_on
     return result
@@ -310,12 +302,11 @@ class PeriodicEvaluation(Callback):
         """Add an evaluation to the history. It replaces an older one of the same step, and those
         of other prompts or seeds are dropped."""
         line = json.loads(json.dumps({"step": step, **eval_record(result)}))
-        history = [line]
+        history = {step: line}
         for old in self.history:
-            same = all(old[name] == line[name] for name in ("prompts", "seeds"))
-            if same and old["step"] != step:
-                history.append(old)
-        self.history = sorted(history, key=lambda old: old["step"])
+            if (old["prompts"], old["seeds"]) == (line["prompts"], line["seeds"]):
+                history.setdefault(old["step"], old)
+        self.history = [history[step] for step in sorted(history)]
         if self.writes:
             with atomic_write(self.path) as f:
                 f.writelines(json.dumps(old, ensure_ascii=False) + "\n" for old in self.history)
