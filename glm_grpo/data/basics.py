@@ -128,15 +128,16 @@ def check_path(
 ) -> None:
     """UserError: the name is too long, is not UTF-8 or contains a null character, or a link on the
     way is broken. A path that does not exist is accepted."""
-    problem, path = None, Path(path)
+    path = Path(path)
     try:
         str(path).encode()
         os.stat(path)
+        return
     except ValueError:
         problem = "the name is not UTF-8, or contains a null character. Rename it."
     except OSError as error:
-        links = [part for part in (path, *path.parents) if os.path.islink(part)]
-        broken = [link for link in links if not os.path.exists(link)]
+        parts = (path, *path.parents)
+        broken = [part for part in parts if os.path.islink(part) and not os.path.exists(part)]
         if error.errno == errno.ENAMETOOLONG:
             problem = "the name is too long for this file system. Give a shorter one."
         elif broken:
@@ -144,10 +145,11 @@ def check_path(
                 f"the link {broken[0]} leads to {os.readlink(broken[0])}, which does not exist, "
                 "or back to itself. Correct the link, or remove it."
             )
-    if problem:
-        shown = str(path) if str(path).isprintable() else ascii(str(path))
-        shown = shown if len(shown) <= 300 else f"{shown[:80]}..."
-        raise UserError(f"{option} {shown}: {problem}".lstrip())
+        else:
+            return
+    name = str(path) if str(path).isprintable() else ascii(str(path))
+    name = name if len(name) <= 300 else f"{name[:80]}..."
+    raise UserError(f"{option} {name}: {problem}".lstrip())
 
 # %% ../../nbs/2_data/00_basics.ipynb #ccc16aa
 def check_output_folder(
@@ -177,13 +179,12 @@ def option(
 def at_least(
     least: float,
     most: float = 10**9,  # larger values exhaust memory or overflow
-    more: bool = False,  # True: `least` itself is not allowed
 ) -> Callable:
     "A check: the value is `least` or more, and at most `most`."
 
     def check(value):
-        if value < least or (more and value == least):
-            return f"must be {'more than' if more else 'at least'} {least}"
+        if value < least:
+            return f"must be at least {least}"
         return f"must be at most {most}" if value > most else None
 
     return check
@@ -194,7 +195,8 @@ def above(
     most: float = 10**9,  # as in `at_least`
 ) -> Callable:
     "A check: the value is more than `bound`, and at most `most`."
-    return at_least(bound, most, more=True)
+    within = at_least(bound, most)
+    return lambda value: f"must be more than {bound}" if value <= bound else within(value)
 
 # %% ../../nbs/2_data/00_basics.ipynb #xn010
 def choices(annotation: Any) -> tuple | None:
@@ -328,22 +330,19 @@ def read_entries(
 
     example = "Write sections and options, like 'training: {max_steps: 10}'; configs/ has examples."
     try:
-        text = Path(file).read_text(encoding="utf-8-sig")
+        loader = yaml.SafeLoader(Path(file).read_text(encoding="utf-8-sig"))
+        top = loader.get_single_node()
+        if isinstance(top, yaml.MappingNode):
+            walk(top)
     except (OSError, UnicodeDecodeError) as e:
         raise UserError(f"{file}: cannot be read ({e}). Give a YAML file in UTF-8.") from None
-    try:
-        loader = yaml.SafeLoader(text)
-        top = loader.get_single_node()
-        if not isinstance(top, yaml.MappingNode):
-            raise UserError(f"{file}: no options in it. {example}")
-        walk(top)
-    except RecursionError:  # also an alias that names what contains it
-        raise UserError(f"{file}: nested too deeply for options. {example}") from None
-    except UserError:
-        raise
-    except (yaml.YAMLError, ValueError) as e:  # ValueError: a number of thousands of digits
+    except (yaml.YAMLError, ValueError, RecursionError) as e:
+        # ValueError: a number of thousands of digits; RecursionError: also an alias that names
+        # what contains it
         mark = getattr(e, "problem_mark", None)
         at = f", line {mark.line + 1}" if mark else ""
         reason = getattr(e, "problem", None) or str(e).splitlines()[0]
         raise UserError(f"{file}{at}: not valid YAML ({reason}). {example}") from None
+    if not lines:
+        raise UserError(f"{file}: no options in it. {example}")
     return entries, problems
