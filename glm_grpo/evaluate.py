@@ -1,4 +1,4 @@
-"""`python -m glm_grpo.evaluate`: see `glm_grpo.run.evaluate`."""
+"""`python -m glm_grpo.evaluate`: see `glm_grpo.run.evaluation`."""
 
 import sys
 
@@ -7,7 +7,7 @@ if __name__ == "__main__":
 
     leave_at_once()  # a signal while torch is imported: one line, no traceback
 
-from glm_grpo.run.evaluate import main
+from glm_grpo.run.evaluation import main
 
 __all__ = ["main"]
 

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['LPIPS_WEIGHTS', 'TargetReward', 'SSIM', 'LPIPS', 'jpeg_incompressibility', 'jpeg_compressibility', 'image_statistics',
-           'group_diversity']
+           'group_diversity', 'image_numbers']
 
 # %% ../../nbs/4_rewards/07_perception.ipynb #c003
 import hashlib
@@ -186,3 +186,18 @@ def group_diversity(
     groups = images.float().flatten(1).unflatten(0, (-1, group_size))
     squares = (groups - groups.mean(1, keepdim=True)).pow(2).mean(2)
     return (squares.sum(1) * 2 / (group_size - 1)).sqrt()
+
+# %% ../../nbs/4_rewards/07_perception.ipynb #c079b
+def image_numbers(
+    images: Tensor,  # [N, 3, H, W] in [0, 1], or uint8; those of a prompt are neighbours
+    group_size: int,  # images per prompt
+) -> tuple[dict[str, Tensor], Tensor | None]:  # statistic -> [N]; diversity [N / group_size]
+    "Statistics and diversity of images, one group at a time to save memory."
+    each, diversity = [], []
+    for group in images.split(group_size):
+        group = group / 255 if group.dtype == torch.uint8 else group
+        each.append(image_statistics(group))
+        if group_size > 1:
+            diversity.append(group_diversity(group, group_size))
+    numbers = {name: torch.cat([one[name] for one in each]).float().cpu() for name in each[0]}
+    return numbers, torch.cat(diversity).float().cpu() if diversity else None

@@ -39,10 +39,10 @@ from glm_grpo.run.config import (
     tracker_names,
     trainer_options,
 )
-from .evaluation import ImageStatistics
 from glm_grpo.training.callbacks import (
     Callback,
     CheckpointCallback,
+    ImageStatistics,
     JsonlLogger,
     ProgressLines,
     SampleGrid,

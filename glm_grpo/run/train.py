@@ -37,8 +37,7 @@ from glm_grpo.run.build import (
 from .checks import check_config
 from .command_line import parse_args, run_command, words_to_go_on
 from .config import Config, image_height_width, to_yaml
-from .evaluate import holds_run
-from .evaluation import PeriodicEvaluation, evaluate_config, write_eval
+from .evaluation import PeriodicEvaluation, evaluate_config, holds_run, write_eval
 from .plan import plan
 from .report import before_after_grid, run_facts, write_page
 from ..training.callbacks import CheckpointCallback
