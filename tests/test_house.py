@@ -94,21 +94,6 @@ def test_imports_go_down_the_floors_and_back_to_earlier_notebooks():
     assert wrong == {}, "these use what comes later"
 
 
-def test_no_circles():
-    names = {module_name(path): path for path in TREES}
-    arrows = {name: (imports_of(path) & set(names)) - {name} for name, path in names.items()}
-
-    def reach(start):
-        seen, todo = set(), list(arrows[start])
-        while todo:
-            if (name := todo.pop()) not in seen:
-                seen.add(name)
-                todo += arrows[name]
-        return seen
-
-    assert [name for name in names if name in reach(name)] == []
-
-
 def test_a_wrong_arrow_is_seen():
     "The checks above can fail."
     places = {"glm_grpo.data.files": ("2", "02"), "glm_grpo.model.tokens": ("3", "01")}

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from glm_grpo.data.basics import refusal
 from glm_grpo.maths.advantages import compute_advantages, equal_groups, gdpo_advantages
 from glm_grpo.maths.loss import LOSS_TYPES, combine_metrics, compute_grpo_loss
-from glm_grpo.maths.noise import named_generator, named_noise, named_seed, named_uniforms
+from glm_grpo.maths.noise import named_seed
 from glm_grpo.maths.sde import SDE_TYPES, choose_window, decision_steps, gaussian_kl, ratio_norm
 from glm_grpo.maths.sde import sde_step, step_coefficients, velocity_mse
 
@@ -52,24 +52,6 @@ def test_calls_sees_a_wait():
     assert "_local_scalar_dense" in calls.names
 
 
-# Noise
-
-
-def test_noise_seed_is_sha256():
-    full = 0xBA7816BF8F01CFEA  # FIPS 180-4: the hash of "abc" starts like this
-    assert [named_seed("abc", bits) for bits in (64, 63, 56)] == [full, full >> 1, full >> 8]
-    assert named_generator("abc").initial_seed() == full >> 1
-
-
-@pytest.mark.parametrize("make, size", [(named_uniforms, 40), (named_noise, (4, 3, 3))])
-def test_noise_row_depends_on_its_name_alone(make, size):
-    names = [f"0|17|a red apple|{sample}" for sample in range(5)]
-    whole = make(names, size)
-    assert torch.equal(whole[2:4], make(names[2:4], size))
-    assert torch.equal(whole.flip(0), make(names[::-1], size))
-    assert not torch.equal(whole[0], whole[1]) and whole.dtype == torch.float32
-
-
 # Advantages
 
 
@@ -81,11 +63,10 @@ def test_advantages_scale(scale):
     expected = (grouped - grouped.mean(1, keepdim=True)) / divisor
     advantages = compute_advantages(rewards, 8, scale, eps=0.0)
     assert torch.allclose(advantages.view(5, 8), expected, rtol=1e-12)
-    if scale != "none":
-        assert torch.allclose(compute_advantages(3 * rewards + 7, 8, scale, eps=0.0), advantages)
-    assert torch.allclose(
-        compute_advantages(rewards.flip(0), 8, scale, eps=0.0).flip(0), advantages
-    )
+    rewards[:8] = 0.1  # its mean is not 0.1
+    advantages = compute_advantages(rewards, 8, scale)
+    assert not advantages[:8].any() and advantages[8:].all()
+    assert equal_groups(rewards, 8).tolist() == [True] + [False] * 4
 
 
 def test_advantages_eps_and_dtype():
@@ -95,27 +76,15 @@ def test_advantages_eps_and_dtype():
     assert not compute_advantages(rewards.requires_grad_(), 4).requires_grad
 
 
-@pytest.mark.parametrize("scale", ["group", "batch", "none"])
-def test_advantages_of_equal_rewards_are_exactly_zero(scale):
-    rewards = torch.cat([torch.full((7,), 0.1), torch.rand(7, generator=seeded(1))])
-    advantages = compute_advantages(rewards, 7, scale)
-    assert not advantages[:7].any() and advantages[7:].all()
-    assert equal_groups(rewards, 7).tolist() == [True, False]
-
-
-def test_advantages_gdpo():
+def test_advantages_gdpo_where_a_part_scored_only_some():
     right = torch.tensor([0.0, 1, 0, 1])
-    near = torch.tensor([-0.04, -0.03, -0.02, -0.01])
-    weights = {"right": 1.0, "near": 1.0}
-    by_hand = torch.tensor([-0.866 - 1.162, 0.866 - 0.387, -0.866 + 0.387, 0.866 + 1.162])
-    advantages = gdpo_advantages({"right": right, "near": near * 100}, weights, 4)
-    assert torch.allclose(advantages, by_hand / by_hand.std(), atol=1e-3)
     gap = torch.tensor([NAN, -0.03, -0.02, -0.01])
+    weights = {"right": 1.0, "near": 1.0}
     expected = torch.tensor([0.0, -1, 0, 1])
     advantages = gdpo_advantages({"near": gap}, weights, 4)
     assert torch.allclose(advantages, expected / expected.std(), atol=1e-3)
     two_groups = {"near": torch.cat([gap * 100, right])}  # 3 and 4 scored: Bessel counts each
-    expected = torch.cat([torch.tensor([0.0, -1, 0, 1]), (right - 0.5) / right.std()])
+    expected = torch.cat([expected, (right - 0.5) / right.std()])
     advantages = gdpo_advantages(two_groups, weights, 4)
     assert torch.allclose(advantages, expected / expected.std(), atol=1e-4)
     silent = {"right": torch.cat([right, torch.full((4,), NAN)])}
@@ -526,10 +495,7 @@ def test_sde_refusals(changes, message):
 
 
 def test_sde_other_refusals():
-    nine = list(range(9))
-    assert "at least 1" in refusal(choose_window, nine, 0)
-    assert "first, random or sliding" in refusal(choose_window, nine, 3, "last")
-    assert "needs a key" in refusal(choose_window, nine, 3)
+    assert "key" in refusal(choose_window, list(range(9)), 3)
     assert "no KL" in refusal(gaussian_kl, X, X, 0.0)
     assert "ref_mean of shape" in refusal(gaussian_kl, X, X[:1], 1.0)
     assert "ref_velocity of shape" in refusal(velocity_mse, V, V[:1])

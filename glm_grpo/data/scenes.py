@@ -29,13 +29,7 @@ class Drawings:
         self,
         folder: str | Path = "data/drawings",  # holds drawings.png and drawings.json
     ):
-        "UserError: it is no such folder."
         folder = bundled(folder)
-        if not (folder / "drawings.json").is_file():
-            raise UserError(
-                f"{folder}: no drawings.json. Use the repository's data/drawings, or make the "
-                "folder with tools/make_drawings.py."
-            )
         info = json.loads((folder / "drawings.json").read_text(encoding="utf-8"))
         self.objects = info["objects"]
         self.hands = info["hands"]
@@ -260,13 +254,12 @@ def sample_scenes(
 ) -> list[Scene]:  # single, counted and paired in turn (with signs: single and paired)
     "A balanced sample of a set. Every third scene with room for a sign has a word."
     rng = np.random.default_rng(seed)
-    kinds = {"single": [], "counted": [], "pair": []}
-    for scene in all_scenes(objects):
-        if split_of(scene) == split and (has_room(scene) or not signs):
-            kinds[scene.kind].append(scene)
+    pool = [scene for scene in all_scenes(objects) if split_of(scene) == split]
     shuffled = []
-    for scenes in filter(None, kinds.values()):
-        shuffled.append([scenes[i] for i in rng.permutation(len(scenes))])
+    for kind in ("single", "counted", "pair"):
+        scenes = [s for s in pool if s.kind == kind and (has_room(s) or not signs)]
+        if scenes:
+            shuffled.append([scenes[i] for i in rng.permutation(len(scenes))])
     picked = []
     for i in range(number):
         turn, which = divmod(i, len(shuffled))
