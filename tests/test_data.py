@@ -17,7 +17,7 @@ from glm_grpo.data.basics import atomic_dir, refusal
 from glm_grpo.data.images import load_image, match_images, pil_to_tensor, tensor_to_pil
 from glm_grpo.data.loader import PromptLoader, endless_batches
 from glm_grpo.data.prompts import I2IDataset, T2IDataset, read_rows, split_off
-from glm_grpo.data.scenes import Drawings, Scene, parse_prompt, sample_scenes, split_of, words_of
+from glm_grpo.data.scenes import Drawings, parse_prompt, split_of
 
 ROOT = Path(__file__).parent.parent
 COLORS = [(220, 40, 40), (40, 160, 60), (40, 80, 220)]
@@ -431,22 +431,6 @@ def test_every_file_of_a_folder_is_synced_before_the_rename(tmp_path, monkeypatc
 )
 def test_prompts_outside_the_language_are_refused(prompt, part):
     assert part in refusal(parse_prompt, prompt, OBJECTS)
-
-
-def test_counts_read_the_plural():
-    scene = parse_prompt("four strawberries on a blue ground", OBJECTS)
-    assert scene == Scene(("strawberry",), "blue", count=4)
-    assert parse_prompt("two fish on a red ground", OBJECTS).objects == ("fish",)
-
-
-@pytest.mark.parametrize("split", ["pretrain", "train", "heldout"])
-def test_samples_stay_in_their_split_and_depend_on_the_seed(split):
-    scenes = sample_scenes(split, 60, OBJECTS, seed=5)
-    for scene in scenes:
-        assert split_of(scene) == split
-        assert scene.word is None or scene.word in words_of(split)
-    assert not set(words_of("heldout")) & set(words_of("train"))
-    assert sample_scenes(split, 60, OBJECTS, 5) == scenes != sample_scenes(split, 60, OBJECTS, 6)
 
 
 def test_the_shipped_edits_are_those_of_the_tool(monkeypatch):

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['UserError', 'refusal', 'patch_to', 'atomic_write', 'atomic_dir', 'bundled', 'check_path', 'check_output_folder',
-           'option', 'at_least', 'above', 'choices', 'problem_with', 'shown', 'option_problems', 'refuse', 'collect',
+           'option', 'at_least', 'above', 'problem_with', 'shown', 'option_problems', 'refuse', 'collect',
            'check_options', 'list_options', 'option_value', 'Entry', 'read_entries']
 
 # %% ../../nbs/2_data/00_basics.ipynb #n003
@@ -199,22 +199,15 @@ def above(
     return lambda value: f"must be more than {bound}" if value <= bound else within(value)
 
 # %% ../../nbs/2_data/00_basics.ipynb #xn010
-def choices(annotation: Any) -> tuple | None:
-    "The values that a type such as Literal['a', 'b'] | None allows; None: all of its type."
-    for part in (annotation, *typing.get_args(annotation)):
-        if typing.get_origin(part) is Literal:
-            return typing.get_args(part)
-    return None
-
-
 def problem_with(option_field: Field, value: Any) -> str | None:
     "What is wrong with the value of an option, or None."
     if value is None:
         may_be_none = type(None) in typing.get_args(option_field.type)
         return None if may_be_none else "is no value. Give one, or omit the option"
-    allowed = choices(option_field.type)
-    if allowed and value not in allowed:
-        return "take " + ", ".join(map(str, allowed[:-1])) + f" or {allowed[-1]}"
+    for part in (option_field.type, *typing.get_args(option_field.type)):
+        allowed = typing.get_args(part)
+        if typing.get_origin(part) is Literal and value not in allowed:
+            return "take " + ", ".join(map(str, allowed[:-1])) + f" or {allowed[-1]}"
     if isinstance(value, float) and not math.isfinite(value):
         return "must be a finite number"
     if isinstance(value, str) and not value.strip():

@@ -13,19 +13,6 @@ from torch import Tensor
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo")
 
 
-def _cispo(ratio, new_logprobs, advantages, ceiling):
-    "CISPO 2506.13585 eq. 4: the capped ratio is a weight without gradient."
-    loss = -ratio.clamp(max=ceiling).detach() * advantages * new_logprobs
-    return loss, (ratio > ceiling) & (advantages > 0)
-
-
-def _sapo(ratio, advantages):
-    "SAPO 2511.20347: a sigmoid of the ratio; nothing is clipped."
-    tau = torch.where(advantages > 0, 1.0, 1.05).to(ratio)
-    loss = -torch.sigmoid(tau * (ratio - 1)) * 4 / tau * advantages
-    return loss, torch.zeros_like(ratio, dtype=torch.bool)
-
-
 def decision_loss(
     log_ratio: Tensor,  # [N, T], or [N, 1] for one ratio per sample; log pi_new - log pi_old
     new_logprobs: Tensor,  # [N, T] with gradient; only cispo uses it
@@ -39,10 +26,13 @@ def decision_loss(
     "The loss of each decision before any averaging. PPO 1707.06347 eq. 7; as TRL 1.16."
     high = clip_range if clip_range_high is None else clip_range_high
     ratio = torch.exp(log_ratio)
-    if loss_type == "cispo":
-        return _cispo(ratio, new_logprobs, advantages, high)
-    if loss_type == "sapo":
-        return _sapo(ratio, advantages)
+    if loss_type == "cispo":  # 2506.13585 eq. 4: the capped ratio is a weight without gradient
+        loss = -ratio.clamp(max=high).detach() * advantages * new_logprobs
+        return loss, (ratio > high) & (advantages > 0)
+    if loss_type == "sapo":  # 2511.20347: a sigmoid of the ratio; nothing is clipped
+        tau = torch.where(advantages > 0, 1.0, 1.05).to(ratio)
+        loss = -torch.sigmoid(tau * (ratio - 1)) * 4 / tau * advantages
+        return loss, torch.zeros_like(ratio, dtype=torch.bool)
     unclipped = ratio if delta is None else ratio.clamp(max=delta)
     bounded = ratio.clamp(1 - clip_range, 1 + high)
     loss = -torch.min(unclipped * advantages, bounded * advantages)
@@ -105,28 +95,18 @@ def kl_estimate(
     raise ValueError(f"kl_estimator '{kl_estimator}': want k1, k2 or k3")
 
 # %% ../../nbs/1_maths/03_loss.ipynb #n042
-def _check_options(loss_type, level, beta, ref_logprobs, kl):
-    "ValueError: an unknown name, or a KL without a reference."
+def _check_inputs(new_logprobs, advantages, others, loss_type, level):
+    "ValueError: an unknown name, or a tensor whose shape does not fit. None is skipped."
     if loss_type not in LOSS_TYPES:
         raise ValueError(f"loss_type '{loss_type}': want one of {' '.join(LOSS_TYPES)}")
     if level not in ("token", "sequence"):
         raise ValueError(f"importance_sampling_level '{level}': want token or sequence")
-    if beta and ref_logprobs is None and kl is None:
-        raise ValueError("beta is not 0, so ref_logprobs (or kl) are needed")
-
-
-def _check_shapes(new_logprobs, others):
-    "ValueError: a tensor does not have the shape of the log-probs. None is skipped."
-    shape = tuple(new_logprobs.shape)
-    for name, values in others.items():
-        if values is not None and values.shape != new_logprobs.shape:
-            got = tuple(values.shape)
-            raise ValueError(f"{name} {got} and new_logprobs {shape} must have one shape")
-
-
-def _check_advantages(advantages, new_logprobs, level):
-    "ValueError: neither one advantage per sample nor one per decision."
     shape, got = tuple(new_logprobs.shape), tuple(advantages.shape)
+    for name, values in others.items():
+        if values is not None and tuple(values.shape) != shape:
+            raise ValueError(
+                f"{name} {tuple(values.shape)} and new_logprobs {shape} must have one shape"
+            )
     if len(shape) not in (1, 2) or got not in (shape[:1], shape):
         raise ValueError(
             f"want new_logprobs [N] or [N, T] and advantages [N] or [N, T], got {shape} and {got}"
@@ -214,10 +194,10 @@ def compute_grpo_loss(  # noqa: PLR0913 (the public interface)
     # scalar loss; floats: loss ratio_mean ratio_std clip_fraction advantages_mean advantages_std kl
     """GRPO's loss and its relatives on log-probs; equal to TRL 1.16's `_compute_loss`.
     ValueError: unknown names, shapes that do not fit, beta without a reference."""
-    _check_options(loss_type, importance_sampling_level, beta, ref_logprobs, kl)
     others = {"old_logprobs": old_logprobs, "ref_logprobs": ref_logprobs, "mask": mask, "kl": kl}
-    _check_shapes(new_logprobs, others)
-    _check_advantages(advantages, new_logprobs, importance_sampling_level)
+    _check_inputs(new_logprobs, advantages, others, loss_type, importance_sampling_level)
+    if beta and ref_logprobs is None and kl is None:
+        raise ValueError("beta is not 0, so ref_logprobs (or kl) are needed")
 
     dtype = torch.promote_types(new_logprobs.dtype, torch.float32)  # never less than float32
     mask = torch.ones_like(new_logprobs) if mask is None else mask.to(new_logprobs.device)

@@ -3,7 +3,7 @@ GRPOTrainer._compute_loss gives for a small batch.
 
 In an environment of its own (TRL needs packages that this project does not):
     pip install torch==2.13.0 transformers==5.23.0 trl==1.16.0
-    python tests/make_trl_golden.py
+    python tools/make_trl_golden.py
 
 The notebook 1_maths/03_loss compares compute_grpo_loss with the file; TRL is not needed for that.
 """
@@ -173,7 +173,7 @@ def main():
     assert all(math.isfinite(case["loss"]) for case in cases)
     lists = {name: tensor.tolist() for name, tensor in inputs.items()}
     parts = {
-        "command": json.dumps("python tests/make_trl_golden.py"),
+        "command": json.dumps("python tools/make_trl_golden.py"),
         "trl": json.dumps(trl.__version__),
         "torch": json.dumps(torch.__version__.split("+")[0]),
         "inputs": json.dumps(rounded(lists | {"ragged": RAGGED})),
