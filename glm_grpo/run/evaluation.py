@@ -24,11 +24,12 @@ from tqdm import tqdm
 from ..data.basics import UserError, atomic_write, check_output_folder
 from ..data.images import tensor_to_pil
 from ..data.prompts import T2IDataset, collate, read_records
+from ..data.rollout import per_row, take_rows
 from ..model.tokens import check_prompt_lengths
 from ..rewards.calling import RewardError, call_reward, save_failed, where_raised
 from ..rewards.perception import image_numbers
 from ..rewards.weighted import Judging
-from .alarms import prompts_label, reward_hacking_alarm
+from .alarms import compare_evaluations, prompts_label, reward_hacking_alarm
 from glm_grpo.run.build import (
     check_reward,
     load_on_ranks,
@@ -51,23 +52,14 @@ NOTHING_TO_SCORE = "Nothing to score in these prompts."
 SHOWN = 384  # pixels: the longer side of an image in the files of a run
 
 
-@dataclass
+@dataclass(frozen=True)
 class HeldOut:
     "Held-out prompts, and the other arguments of rewards and metrics."
 
-    prompts: list[str]  # P
-    sources: list | None = None  # image-to-image: P lists of PIL images
-    targets: Tensor | None = None  # [P, 3, H, W] in [0, 1]
-    metadata: list[dict] | None = None  # P
-
-    def rows(self, rows: list[int]) -> "HeldOut":
-        "Some of the prompts, with their sources, targets and metadata."
-        return HeldOut(
-            [self.prompts[i] for i in rows],
-            self.sources and [self.sources[i] for i in rows],
-            self.targets if self.targets is None else self.targets[rows],
-            self.metadata and [self.metadata[i] for i in rows],
-        )
+    prompts: list[str] = per_row()  # P
+    sources: list | None = per_row(default=None)  # image-to-image: P lists of PIL images
+    targets: Tensor | None = per_row(default=None)  # [P, 3, H, W] in [0, 1]
+    metadata: list[dict] | None = per_row(default=None)  # P
 
 # %% ../../nbs/6_run/14_evaluation.ipynb #n019
 def measure_share(
@@ -206,7 +198,7 @@ def evaluate(
             if not rows:
                 return Share(rows)
             given = rewards, seeds, metrics or {}, options, lambda: progress.update(number)
-            return measure_share(model, held_out.rows(rows), rows, *given)
+            return measure_share(model, take_rows(held_out, rows), rows, *given)
 
         result = summarise(held_out, join_shares(ranks.agree(share)))
     return result | {"seeds": list(seeds), "seconds": time.perf_counter() - start}
@@ -354,18 +346,12 @@ def numbers_table(
     before: dict,  # results of `evaluate`
     after: dict | None,
 ) -> str:
-    "All metrics and statistics, one per line: before, after, difference."
-    rows = [
-        result["metrics"] | result["statistics"] | {"diversity": result["diversity"]}
-        for result in (before, after or before)
-    ]
+    "All numbers, one per line: before, after, difference with its standard error."
     lines = []
-    for name, value in rows[0].items():
-        if value is None:
-            continue
-        line, then = f"  {name:22} {value:9.4f}", rows[1].get(name)
-        if after and then is not None:
-            line += f" -> {then:9.4f}  ({then - value:+.4f})"
+    for one in compare_evaluations(before, after or before):
+        line = f"  {one.name:22} {one.before:9.4f}"
+        if after:
+            line += f" -> {one.after:9.4f}  ({one.difference:+.4f} +- {one.error:.4f})"
         lines.append(line)
     return "\n".join(lines)
 
