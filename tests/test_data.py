@@ -230,7 +230,9 @@ def test_datasets_saved_in_each_form(tmp_path, flowers):
     flowers.save_to_disk(tmp_path / "saved")
     check_flowers(T2IDataset(tmp_path / "saved"))
     DatasetDict({"train": flowers, "test": flowers}).save_to_disk(tmp_path / "splits")
-    check_flowers(T2IDataset(tmp_path / "splits"))
+    in_splits = T2IDataset(tmp_path / "splits")
+    check_flowers(in_splits)
+    assert "split 'train'" in in_splits.notes
     check_flowers(T2IDataset(tmp_path / "splits" / "test"))
     (tmp_path / "hub" / "data").mkdir(parents=True)
     flowers.to_parquet(tmp_path / "hub" / "data" / "train-00000-of-00001.parquet")

@@ -131,7 +131,7 @@ def _unpack(value, where):
 
 
 def _read_dataset(path):
-    """The rows of a Parquet file or of a dataset's folder.
+    """The rows of a Parquet file or of a dataset's folder, and notes for the user.
     UserError: it cannot be read, it contains no dataset, or `datasets` is not installed."""
     try:
         import datasets
@@ -140,16 +140,20 @@ def _read_dataset(path):
             f"{path}: the package datasets is needed to read it. pip install "
             "'glm_grpo[datasets]', or save the prompts as .txt, .jsonl or .csv."
         ) from None
-    rows = []
+    rows, train = [], sorted(path.rglob("train*.parquet"))
     try:
         if any((path / name).is_file() for name in ("state.json", "dataset_dict.json")):
             found = datasets.load_from_disk(str(path))
             if isinstance(found, dict) and "train" not in found:
                 raise ValueError(f"no split 'train'; name the folder of {' or '.join(found)}")
-            found = found["train"] if isinstance(found, dict) else found
+            train = isinstance(found, dict)
+            found = found["train"] if train else found
         else:
-            name, files = (str(path), None) if path.is_dir() else ("parquet", str(path))
-            found = datasets.load_dataset(name, data_files=files, split="train", streaming=True)
+            files = [path] if path.is_file() else train or sorted(path.rglob("*.parquet"))
+            if not files:
+                raise ValueError("a folder without a dataset; name a file or a dataset's folder")
+            options = {"data_files": list(map(str, files)), "split": "train", "streaming": True}
+            found = datasets.load_dataset("parquet", **options)
         for table in found.with_format("arrow").iter(1000):
             rows += table.to_pylist()
     except Exception as error:
@@ -159,7 +163,7 @@ def _read_dataset(path):
     for number, row in enumerate(rows, 1):
         for column, value in row.items():
             row[column] = _unpack(value, f"{path}, row {number}, {column}")
-    return rows
+    return rows, ["split 'train'"] if train else []
 
 # %% ../../nbs/2_data/04_prompts.ipynb #c39d4a6
 _COLUMNS = {  # the name of a column -> key, the preferred names first
@@ -228,10 +232,8 @@ def read_rows(
     "The prompts of a file or folder. UserError names the line or row."
     path = bundled(path)
     suffix, columns, notes = path.suffix.lower(), None, []
-    if os.path.isdir(path):
-        rows, notes = _read_dataset(path), ["split 'train'"]
-    elif suffix == ".parquet" and os.path.isfile(path):
-        rows = _read_dataset(path)
+    if os.path.isdir(path) or (suffix == ".parquet" and os.path.isfile(path)):
+        rows, notes = _read_dataset(path)
     elif suffix in _NOT_READ:
         raise UserError(
             f"{path}: {suffix} files are not supported. Save it as .txt (one prompt per line), "
