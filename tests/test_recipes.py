@@ -58,4 +58,3 @@ def test_the_readmes_table_is_that_of_the_dry_run(path):
 def test_the_readme_names_the_assumptions():
     for share in (plan.FLOP_REACHED, plan.BANDWIDTH_REACHED):
         assert f"{100 * share:.0f} % of" in README
-    assert f"{plan.HOST_BANDWIDTH / 1e9:.0f} GB/s from the host" in README
