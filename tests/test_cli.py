@@ -34,9 +34,8 @@ from helpers import (
 from PIL import Image
 
 from glm_grpo.data.basics import list_options
-from glm_grpo.run.checks import check_config
 from glm_grpo.run.command_line import SHORT, parse_args
-from glm_grpo.run.config import Config, to_yaml
+from glm_grpo.run.config import Config, check_config, to_yaml
 from glm_grpo.run.plan import read_machine
 from glm_grpo.training.optimizer import make_adamw
 

@@ -5,8 +5,8 @@ import yaml
 
 from glm_grpo.data.basics import refusal
 from glm_grpo.data.basics import option_value
-from glm_grpo.run.checks import check_config
 from glm_grpo.run.command_line import parse_args
+from glm_grpo.run.config import check_config
 
 pytestmark = pytest.mark.usefixtures("at_root")
 
@@ -48,9 +48,9 @@ BLOCKS = {
         "data: {prompts_file: data/t2i/prompts.txt, target_images_dir: data/t2i/target_images}",
         {
             "data.prompts_file": "data/t2i/train/prompts.txt",
-            "data.target_images_dir": "data/t2i/train/target_images",
+            "data.target_images_dir": None,  # beside the prompts
         },
-        ["taken: data/t2i/train/prompts.txt", "taken: data/t2i/train/target_images"],
+        ["taken: data/t2i/train/prompts.txt", "data/t2i/target_images is not there"],
     ),
     "edits": (
         "training: {mode: i2i}\n"
@@ -61,17 +61,7 @@ BLOCKS = {
             "data.source_images_dir": None,
             "data.target_images_dir": None,
         },
-        ["taken: data/i2i/train/prompts.jsonl", "name the images", "name the images"],
-    ),
-    "careful": (
-        "reward: {grpo: {num_samples: 4, clip_range: 0.2}}\ntraining: {learning_rate: 5e-6}",
-        {"training.learning_rate": 5e-6},
-        ["num_samples"],
-    ),
-    "bold": (
-        "reward: {grpo: {num_samples: 8, clip_range: 0.3}}\ntraining: {learning_rate: 1e-5}",
-        {"reward.grpo.clip_range": 0.3, "training.learning_rate": 1e-5},
-        ["num_samples"],
+        ["taken: data/i2i/train/prompts.jsonl", "source_images", "target_images"],
     ),
     "a pull towards the old policy": (
         "reward: {kl_coef: 0.04}",
@@ -108,20 +98,14 @@ def test_each_block_is_taken(tmp_path, name):
         assert part in note and "plan.yaml, line " in note
 
 
-def merged(*names):
-    "Several blocks as one file."
+def test_the_whole_file_passes_all_checks_with_notes(tmp_path):
     whole = {}
-    for name in names:
+    for name in (*list(BLOCKS)[:1], *list(BLOCKS)[2:7]):
         for section, options in yaml.safe_load(BLOCKS[name][0]).items():
             whole.setdefault(section, {}).update(options)
-    return yaml.safe_dump(whole, sort_keys=False)
-
-
-def test_the_whole_file_passes_all_checks_with_notes(tmp_path):
-    text = merged(*list(BLOCKS)[:1], *list(BLOCKS)[2:4], "height and width", "prompts and targets")
-    config, said = read(tmp_path, text)
+    config, said = read(tmp_path, yaml.safe_dump(whole, sort_keys=False))
+    assert len(said) == 6 and config.data.image_size == [1024, 768]
     check_config(config)
-    assert len(said) == 5 and config.data.image_size == [1024, 768]
 
 
 def test_a_folder_of_ones_own_is_taken_as_it_is(tmp_path, monkeypatch):
@@ -139,14 +123,6 @@ def test_a_run_of_an_older_version_goes_on_with_its_options(tmp_path):
     (tmp_path / "config.yaml").write_text(text)
     config = parse_args([], run=tmp_path, say=str)
     assert (config.training.seed, config.reward.grpo.group_size) == (3, 4)
-
-
-def test_metrics_say_all_that_they_need(tmp_path):
-    config, _ = read(tmp_path, "reward: {metrics: {aesthetic: 0.5, clip: 0.3, beauty: 0.2}}\n")
-    said = refusal(check_config, config)
-    for part in ("reward.models.aesthetic=FOLDER", "reward.models.clip=FOLDER", "beauty: no such"):
-        assert part in said
-    assert said.startswith("3 problems:") and len(said.splitlines()) == 4
 
 
 def test_all_problems_of_a_file_are_told_with_their_lines(tmp_path):

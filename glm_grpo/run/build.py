@@ -4,11 +4,9 @@
 
 # %% auto #0
 __all__ = ['open_dataset', 'heldout_prompts', 'open_data', 'describe_data', 'make_reward', 'each_reward', 'part_weights',
-           'other_metrics', 'check_prompts_fit', 'check_reward', 'load_model', 'load_on_ranks', 'make_callbacks',
-           'make_trainer']
+           'other_metrics', 'check_prompts_fit', 'check_reward', 'load_model', 'load_on_ranks', 'make_trainer']
 
 # %% ../../nbs/6_run/13_build.ipynb #n005
-import copy
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -39,12 +37,12 @@ from glm_grpo.run.config import (
     tracker_names,
     trainer_options,
 )
+from .evaluation import ImageStatistics
 from glm_grpo.training.callbacks import (
     Callback,
     CheckpointCallback,
-    ImageStatistics,
     JsonlLogger,
-    ProgressLines,
+    ProgressBar,
     SampleGrid,
     TrackerLogger,
 )
@@ -123,19 +121,17 @@ def describe_data(config: Config, training: T2IDataset, heldout: T2IDataset) -> 
     line += f"{len(heldout)} held out "
     if data.eval_prompts_file is None:
         return f"{line}of the same file (seed {SPLIT_SEED})"
-    known = {*training.keys()}
-    twice = sum(key in known for key in heldout.keys())
     line += named(data.eval_prompts_file, heldout)
+    twice = len({*training.keys()} & {*heldout.keys()})
     return line + (f", of which {twice} are training prompts, too" if twice else "")
 
 # %% ../../nbs/6_run/13_build.ipynb #n012
 def make_reward(
     config: Config,
-    drawings: str = "data/drawings",  # folder of the drawings that the scene checks know
 ) -> Callable | dict[str, Callable]:  # a dict where both policies have rewards of their own
     """The reward of a run. A weight of 0: measured and written down, not trained. What it is by
     default is written into the config."""
-    reward, brought = config.reward, brought_by_user(config, drawings)
+    reward, brought = config.reward, brought_by_user(config)
 
     def weighted(weights):
         parts = {name: make_metric(name, brought) for name in weights}
@@ -168,10 +164,9 @@ def part_weights(reward: Callable | dict[str, Callable]) -> dict[str, float]:
 def other_metrics(
     config: Config,
     reward: Callable | dict[str, Callable],
-    drawings: str = "data/drawings",
 ) -> tuple[dict[str, Callable], dict[str, str]]:  # made; name -> why it cannot be made
     "For evaluations: every metric that the reward lacks and that can be made."
-    brought, there = brought_by_user(config, drawings), part_weights(reward)
+    brought, there = brought_by_user(config), part_weights(reward)
     lacking = {*BRING_WEIGHTS} - {*brought.models} - {*brought.remote}
     made, failed = {}, {}
     for name in dict.fromkeys([*METRICS, *brought.remote]):
@@ -192,17 +187,16 @@ def check_prompts_fit(reward: Callable, dataset: T2IDataset) -> None:
     trained = {name for name, weight in weights.items() if weight}
     text = trained and trained <= {"text", "text_exact"} and not isinstance(dataset, I2IDataset)
     for i, prompt in enumerate(dataset.prompts):
-        if scene:
-            try:
+        try:
+            if scene:
                 parse_prompt(prompt, scene.drawings.objects)
-            except UserError as e:
-                raise UserError(f"{dataset.where(i)}: {e}") from None
-        if text and not quoted_texts(prompt):
-            raise UserError(
-                f"{dataset.where(i)}: no text in quotes in {prompt!r}, so the "
-                f"reward {reward.name} has nothing to score. Remove such prompts, or add a "
-                "part that can score them."
-            )
+            if text and not quoted_texts(prompt):
+                raise UserError(
+                    f"no text in quotes in {prompt!r}, so the reward {reward.name} has nothing to "
+                    "score. Remove such prompts, or add a part that can score them."
+                )
+        except UserError as e:
+            raise UserError(f"{dataset.where(i)}: {e}") from None
 
 
 def check_reward(
@@ -224,19 +218,23 @@ def check_reward(
             raise UserError(where_raised(e)) from e
 
 # %% ../../nbs/6_run/13_build.ipynb #n022
-def load_model(config: Config) -> GLMImageWrapper:
+def load_model(
+    config: Config,
+    device: str | torch.device | None = None,  # of this rank; None: model.device
+) -> GLMImageWrapper:
     "The model of a run. UserError: the folder is not such a model, or the device is missing."
     model = config.model
-    lora = {"rank": model.lora_rank, "alpha": model.lora_alpha}
-    if model.lora_target_modules:
-        lora["target_modules"] = model.lora_target_modules
-    if model.dit_lora_target_modules:
-        lora["dit_target_modules"] = model.dit_lora_target_modules
+    lora = {
+        "rank": model.lora_rank,
+        "alpha": model.lora_alpha,
+        "target_modules": model.lora_target_modules,
+        "dit_target_modules": model.dit_lora_target_modules,
+    }
     return GLMImageWrapper(
         model.name,
         model.component,
         torch_dtype=model.torch_dtype,
-        device=model.device,
+        device=device or model.device,
         lora=lora if model.lora else None,
         seed=config.training.seed,
         gradient_checkpointing=model.gradient_checkpointing,
@@ -247,37 +245,12 @@ def load_model(config: Config) -> GLMImageWrapper:
 
 def load_on_ranks(config: Config, ranks: Ranks) -> GLMImageWrapper:
     "The model on each rank's own device; if one rank fails, all stop."
-    here, loaded = copy.deepcopy(config), []
-    here.model.device = ranks.device or config.model.device
-    ranks.once_per_machine(lambda: download_model(here.model.name, here.model.revision))
-    ranks.agree(lambda: loaded.append(load_model(here)))
+    loaded = []
+    ranks.once_per_machine(lambda: download_model(config.model.name, config.model.revision))
+    ranks.agree(lambda: loaded.append(load_model(config, ranks.device)))
     return loaded[0]
 
 # %% ../../nbs/6_run/13_build.ipynb #n023
-def make_callbacks(config: Config, out: Path, watch: list[Callback]) -> list[Callback]:
-    "The callbacks that write the folder of a run, in the order of their calls."
-    training = config.training
-
-    def best():
-        "Step of the best evaluation after the start, where there are several."
-        found = []
-        for callback in watch if training.eval_interval else ():
-            found += [h for h in getattr(callback, "history", ()) if h["step"] > 0]
-        return max(found, key=lambda h: h["reward_mean"])["step"] if found else None
-
-    saved = training.save_interval, training.keep_checkpoints, best, training.save_minutes
-    every, trackers = training.sample_interval, tracker_names(config)
-    return [
-        ImageStatistics(),
-        *watch,
-        JsonlLogger(out / "metrics.jsonl"),
-        TrackerLogger(out, training.log_interval, every, trackers),
-        SampleGrid(out / "samples", every=every),
-        CheckpointCallback(out / "checkpoints", *saved),
-        ProgressLines(training.log_interval),
-    ]
-
-
 def make_trainer(
     config: Config,
     model: GLMImageWrapper,
@@ -288,14 +261,35 @@ def make_trainer(
     watch: Iterable[Callback] = (),
     ranks: Ranks | None = None,  # only the first one writes
 ) -> MinimalGRPOTrainer:
-    "The trainer of a run, with the callbacks that write its folder."
-    training, ranks, watch = config.training, ranks or Ranks(), list(watch)
-    loader = make_dataloader(dataset, training.batch_size, training.seed, ranks.rank, ranks.world)
-    callbacks = make_callbacks(config, Path(out), watch)
+    "The trainer of a run, with the callbacks that write its folder, in the order of their calls."
+    training, out, ranks, watch = config.training, Path(out), ranks or Ranks(), list(watch)
+
+    def best():
+        "Step of the best evaluation after the start, where there are several."
+        found = []
+        for callback in watch if training.eval_interval else ():
+            found += [h for h in getattr(callback, "history", ()) if h["step"] > 0]
+        return max(found, key=lambda h: h["reward_mean"])["step"] if found else None
+
+    saved = training.save_interval, training.keep_checkpoints, best, training.save_minutes
+    saves = CheckpointCallback(out / "checkpoints", *saved)
+    every, trackers = training.sample_interval, tracker_names(config)
+    callbacks = [
+        ImageStatistics(),
+        *watch,
+        JsonlLogger(out / "metrics.jsonl"),
+        TrackerLogger(out, training.log_interval, every, trackers),
+        SampleGrid(out / "samples", every=every),
+        saves,
+        ProgressBar(every=training.log_interval),
+    ]
     if not ranks.first:  # all ranks evaluate, and save weights that are spread over them
-        saves = CheckpointCallback if ranks.shards else ()
-        callbacks = [c for c in callbacks if c in watch or isinstance(c, saves)]
-    options = trainer_options(config)
+        callbacks = [*watch, saves] if ranks.shards else watch
     return MinimalGRPOTrainer(
-        model, loader, reward, options=options, ranks=ranks, callbacks=callbacks
+        model,
+        make_dataloader(dataset, training.batch_size, training.seed, ranks.rank, ranks.world),
+        reward,
+        options=trainer_options(config),
+        ranks=ranks,
+        callbacks=callbacks,
     )

@@ -173,13 +173,8 @@ def convert(
             return parser.parse_args([word], defaults=False)[option]
         return parser.parse_object({name: value}, defaults=False)[option]
     except (ArgumentError, RecursionError):
-        kind = (
-            str(OPTIONS[option].type)
-            .replace("typing.", "")
-            .removeprefix("<class '")
-            .removesuffix("'>")
-        )
-        text = OPTIONS[option].metadata["help"]
+        kind, text = OPTIONS[option].type, OPTIONS[option].metadata["help"]
+        kind = getattr(kind, "__name__", kind)
         message = f"{name} {shown(value)}: this is not of type {kind}. It is: {text}."
         raise UserError(message) from None
 
@@ -305,15 +300,16 @@ def read_run(
     path = run / "config.yaml"
     values, notes = read_options(path)
     values[PLACE] = str(run)  # also if it was moved
+    changes = {name: value for name, value in given.items() if name != PLACE}
     lines = path.read_text(encoding="utf-8").splitlines()
     began = next((line for line in lines if line.startswith(BEGAN_WITH)), "")
     if digest and digest in began:
-        text = (
-            "the run began with this file, so it changes nothing. Give changes on the command line"
+        changes = {}
+        notes.append(
+            f"{file}: the run began with this file, so it changes nothing. Give changes on the "
+            "command line"
         )
-        return values, {}, [*notes, f"{file}: {text}"], began
-    changes = {name: value for name, value in given.items() if name != PLACE}
-    if str(Path(given.get(PLACE) or run).resolve()) != str(run):
+    elif str(Path(given.get(PLACE) or run).resolve()) != str(run):
         text = f"the run stays in {run}. To move it, give --output_dir on the command line"
         notes.append(f"{file}: {PLACE} is ignored, {text}")
     return values, changes, notes, began
