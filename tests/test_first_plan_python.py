@@ -66,8 +66,9 @@ def trainer_of(loader, model=None, **changes):
     )
 
 
-@pytest.mark.parametrize("make", [text_data, image_data])
-@pytest.mark.parametrize("options", [{}, {"shuffle": True}, {"num_workers": 1}])
+@pytest.mark.parametrize(
+    ("make", "options"), [(text_data, {"shuffle": True}), (image_data, {"num_workers": 1})]
+)
 def test_a_plain_dataloader_trains(data, make, options):
     trainer = trainer_of(DataLoader(make(data), batch_size=1, **options))
     (line,) = trainer.train(num_steps=1)
@@ -152,16 +153,14 @@ def test_source_images_may_be_one_per_prompt(data):
     assert trainer.train_step(batch)["reward_mean"] < 0
 
 
-def test_log_probs_want_the_rollout():
+def test_log_probs_want_no_mask():
     model = model_of("ar")
     rollout = model.generate_with_tracking(PROMPTS[0], **SMALL, decode=False)
-    assert model.compute_sequence_logprobs(rollout).shape == (1,)
     for call in (model.compute_sequence_logprobs, model.compute_token_logprobs):
-        message = refusal(call, rollout["token_ids"])
-        assert "the rollout that generate_with_tracking returned, not for a Tensor" in message
-        for mask in ({"attention_mask": rollout["token_ids"]}, {}):
-            positional = [] if mask else [rollout["token_ids"]]
-            message = refusal(call, rollout, *positional, **mask)
+        for message in (
+            refusal(call, rollout, rollout["token_ids"]),
+            refusal(call, rollout, attention_mask=rollout["token_ids"]),
+        ):
             assert f"attention_mask: a rollout has its own masks: call {call.__name__}(" in message
 
 
@@ -186,7 +185,6 @@ def test_a_device_map_of_one_device_is_that_device(device_map, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"device_map": "balanced"}, "is not spread over devices. Give one device"),
         ({"device_map": {"": 0}}, "is not spread over devices. Give one device"),
         ({"device_map": "tpu"}, "device 'tpu': unknown"),
         ({"device": "cpu", "device_map": "cuda:0"}, "differ. Give one"),
@@ -202,7 +200,6 @@ def test_what_a_model_cannot_be_is_told_before_it_is_loaded(options, words, monk
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"tokenizer": None}, "the model has its own (model.tokenizer). Leave it out."),
         ({"num_steps": 5}, "no option num_steps"),
         ({"reward_function": [1]}, "reward_function: for ar it is a list"),
         (
@@ -249,15 +246,6 @@ def test_one_denoising_step_leaves_nothing_to_learn():
     batch = {"prompts": PROMPTS[:1], "target_images": torch.rand(1, 3, 64, 64)}
     trainer = trainer_of([batch], model_of("both"), callbacks=())
     assert "Take at least 2 num_inference_steps" in refusal(trainer.train, 1)
-
-
-def test_a_checkpoint_may_have_the_plans_name(tmp_path):
-    trainer = trainer_of([])
-    trainer.step = 3
-    trainer.save_checkpoint(tmp_path / "checkpoint.pt")
-    other = trainer_of([])
-    other.load_checkpoint(tmp_path / "checkpoint.pt")
-    assert other.step == 3
 
 
 def test_objects_say_what_they_are(data):
