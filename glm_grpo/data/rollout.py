@@ -20,7 +20,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from .images import images_html, tensor_to_pil
-from .basics import at_least, option
+from .basics import above, at_least, option
 
 
 def per_row(**kwargs) -> dataclasses.Field:
@@ -303,9 +303,9 @@ class RolloutOptions:
     )
     top_p: float | None = option(
         None,
-        "sample only from the most likely tokens with this total probability; null: the model's "
-        "own (0.75 in the real one)",
-        lambda p: None if 0 < p <= 1 else "must be above 0 and at most 1 (1: all tokens)",
+        "sample only from the most likely tokens with this total probability (1: all of them); "
+        "null: the model's own (0.75 in the real one)",
+        above(0, 1),
     )
     noise_level: float = option(
         0.7,
