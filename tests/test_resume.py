@@ -106,15 +106,15 @@ def test_a_run_that_is_done_says_how_it_goes_on(run, tmp_path, capsys, dry):
 
 def saved_by(folder, *numbers, **options):
     "Steps that are saved, with a clock that moves on by four minutes after each step."
-    now = SimpleNamespace(seconds=0.0)
-    callback = CheckpointCallback(folder, clock=lambda: now.seconds, **options)
     found = []
-    for number in numbers:
-        now.seconds += 240
-        ranks = SimpleNamespace(first=False, shards={})
-        trainer = mock.Mock(ranks=ranks, step=number, last_step=99)
-        callback.on_step_end(trainer, {}, None)
-        found += [number for _ in trainer.save_checkpoint.call_args_list]
+    with mock.patch("time.monotonic", return_value=0.0) as clock:
+        callback = CheckpointCallback(folder, **options)
+        for number in numbers:
+            clock.return_value += 240
+            ranks = SimpleNamespace(first=False, shards={})
+            trainer = mock.Mock(ranks=ranks, step=number, last_step=99)
+            callback.on_step_end(trainer, {}, None)
+            found += [number for _ in trainer.save_checkpoint.call_args_list]
     return found
 
 
@@ -129,9 +129,9 @@ def test_checkpoints_by_the_clock_and_by_steps(tmp_path):
 @pytest.mark.parametrize("first_says", [True, False])
 def test_with_sharded_weights_the_first_rank_looks_at_the_clock(tmp_path, first_says):
     ranks = SimpleNamespace(shards={"ar": 1}, gather=lambda own: [first_says, own])
-    clock = iter((0, 0 if first_says else 99)).__next__
-    callback = CheckpointCallback(tmp_path, minutes=1, clock=clock)
-    assert callback.is_time(SimpleNamespace(ranks=ranks, step=1)) == first_says
+    with mock.patch("time.monotonic", side_effect=[0, 0 if first_says else 99]):
+        callback = CheckpointCallback(tmp_path, minutes=1)
+        assert callback.is_time(SimpleNamespace(ranks=ranks, step=1)) == first_says
 
 
 def test_a_run_saves_by_the_clock_without_being_asked(folder):

@@ -33,12 +33,12 @@ from ..training.figures import image_grid, png_address, step_curves
 def before_after_grid(
     before: dict,  # result of `evaluate`
     after: dict | None,  # of the trained model; None: one image per prompt
-    number: int = 12,  # of prompts, from the first on
 ) -> Image.Image:
-    "The same prompts and seeds side by side, each with its reward; for edits with the source."
+    """The first twelve prompts, with the same seed side by side, each with its reward; for edits
+    with the source."""
     shown = {"before": before} | ({"after": after} if after else {})
     blocks = []
-    for i, prompt in enumerate(before["prompts"][:number]):
+    for i, prompt in enumerate(before["prompts"][:12]):
         row = [(before["sources"][i], "source")] if before.get("sources") else []
         for name, result in shown.items():
             row.append((result["images"][i][0], f"{name} {result['rewards'][i][0]:.2f}"))

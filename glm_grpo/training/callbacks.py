@@ -179,11 +179,10 @@ class CheckpointCallback(Callback):
         # () -> step of the best evaluation so far, or None; None: no checkpoint_best
         best: Callable[[], int | None] | None = None,
         minutes: float = 0,  # a step is saved when the last save is older; 0: not by time
-        clock: Callable[[], float] = time.monotonic,  # seconds
     ):
         self.checkpoints = CheckpointFolder(folder, keep)
         self.every, self.best = every, best
-        self.minutes, self.clock, self.saved_at = minutes, clock, clock()
+        self.minutes, self.saved_at = minutes, time.monotonic()
 
     def on_train_begin(self, trainer):
         if trainer.ranks.first:
@@ -191,7 +190,7 @@ class CheckpointCallback(Callback):
 
     def is_time(self, trainer) -> bool:
         "Whether this step is saved. With sharded weights all ranks save, so the first decides."
-        old = self.minutes > 0 and self.clock() - self.saved_at >= 60 * self.minutes
+        old = self.minutes > 0 and time.monotonic() - self.saved_at >= 60 * self.minutes
         if self.minutes and trainer.ranks.shards:
             old = trainer.ranks.gather(old)[0]
         return old or (self.every > 0 and trainer.step % self.every == 0)
@@ -200,7 +199,7 @@ class CheckpointCallback(Callback):
         folder = self.checkpoints.folder
         if self.is_time(trainer):
             trainer.save_checkpoint(folder / f"checkpoint_step_{trainer.step}")
-            self.saved_at = self.clock()
+            self.saved_at = time.monotonic()
         if trainer.step == trainer.last_step:
             trainer.save_checkpoint(folder / "checkpoint_final")
         self.save_best(trainer)
@@ -343,12 +342,11 @@ class Dashboard(Callback):
     def on_train_begin(self, trainer):
         from IPython.display import display as show
 
-        self.trainer, self.experience, self.pace = trainer, None, Pace(trainer)
+        self.trainer, self.pace = trainer, Pace(trainer)
         self.text = f"step {trainer.step}/{trainer.last_step}"
         self.area = show(self, display_id=True)
 
     def on_step_end(self, trainer, metrics, experience):
-        self.experience = experience
         if is_due(trainer.step, self.every) or trainer.step == trainer.last_step:
             self.text = f"step {trainer.step}/{trainer.last_step}, {self.pace.of(trainer)}"
             self.area.update(self)
@@ -369,8 +367,8 @@ class Dashboard(Callback):
             f'style="width:500px;max-width:100%"></progress><div>{self.text}</div>'
         )
         shown += trainer_html(self.trainer)
-        if self.experience:
-            shown += experience_html(self.experience, groups=2)
+        if self.trainer.last_experience:
+            shown += experience_html(self.trainer.last_experience, groups=2)
         return f"<div>{shown}</div>"
 
 
