@@ -91,7 +91,7 @@ def padded_mask(device: torch.device, lengths: list[int]) -> Tensor | None:
     longest = max(lengths)
     first = longest - torch.tensor(lengths, device=device)
     real = torch.arange(longest, device=device) >= first[:, None]
-    ids = real.long()  # only its shape counts
+    ids = real.long()  # the mask; of ids and positions only the shape counts
     return visibility(PromptInputs(ids, ids, ids, ids, [(1, 1)], lengths=lengths))
 
 

@@ -12,6 +12,7 @@ import argparse
 import json
 import math
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import combinations, count, product
 from pathlib import Path
 from types import SimpleNamespace
@@ -39,6 +40,7 @@ from glm_grpo.model.tokens import prepare_prompts, upsample_tokens
 DRAWINGS = Drawings("data/drawings")
 WORDS = scenes.words_of("pretrain")
 SHARES = {"single": 0.30, "counted": 0.40, "pair": 0.30}  # kinds of scenes in a batch
+bfloat16 = partial(torch.autocast, "cpu", torch.bfloat16)
 BATCH, CAPTIONS = 48, 32  # images of a step of the DiT, and edits of the AR; its captions
 LEFT, TOP, RIGHT, BOTTOM = (v // 8 for v in SIGN)
 SIGN_AREA = (slice(None), slice(TOP, BOTTOM), slice(LEFT, RIGHT))  # of latents [C, 16, 16]
@@ -191,10 +193,6 @@ def fit(parameters, next_loss, steps, lr, weight_decay, average=0.0, name="") ->
     with torch.no_grad():
         torch._foreach_copy_(parameters, averages)
     return log
-
-
-def bfloat16(enabled: bool = True):
-    return torch.autocast("cpu", torch.bfloat16, enabled)
 
 
 def spoil(token_ids: Tensor, generator: torch.Generator, rows: float) -> Tensor:
@@ -490,20 +488,15 @@ def make_tiny() -> tuple[GlmImagePipeline, dict]:
     }
 
 
-@torch.no_grad()
-def point_at_neighbours(glyph_encoder) -> None:
-    "Three heads of the first layer look at the next letter, the one before, and the one after it."
-    attention = glyph_encoder.encoder.block[0].layer[0].SelfAttention
-    for head, distance in enumerate((1, -1, 2)):
-        bucket = attention._relative_position_bucket(torch.tensor([distance]))
-        attention.relative_attention_bias.weight[:, head] = 0
-        attention.relative_attention_bias.weight[bucket, head] = 8
-
-
 def train_spelling(pipe, pictures: list[Picture]) -> list[dict]:
     """On pictures with any of the words, whose sign counts eight times. Before, the glyph encoder
     hardly knew which letter comes first ("05" became "50")."""
-    point_at_neighbours(pipe.text_encoder)
+    attention = pipe.text_encoder.encoder.block[0].layer[0].SelfAttention
+    # three heads look at the next letter, the one before, and the one after the next
+    for head, distance in enumerate((1, -1, 2)):
+        bucket = attention._relative_position_bucket(torch.tensor([distance]))
+        attention.relative_attention_bias.weight.data[:, head] = 0
+        attention.relative_attention_bias.weight.data[bucket, head] = 8
     blank = [picture.draw() for picture in pictures]
     large_ids = tokens_of(pipe.vision_language_encoder, blank)[:, -16:]
     latents_of_blank, signs = latents_of(pipe.vae, blank), {}
