@@ -167,8 +167,8 @@ def settings_kept() -> Iterator[list[str]]:
             now = _SETTINGS[change]()
             if now != was:
                 change(was)
-                calls.append(f"torch.{change.__name__}({now})")
-        calls[:] = [call for call in calls if "threads" not in call]
+                if change is not torch.set_num_threads:
+                    calls.append(f"torch.{change.__name__}({now})")
 
 
 def random_states() -> dict[str, Any]:  # library -> state of its global generator
