@@ -26,7 +26,7 @@ from ..data.basics import Entry, above, at_least, check_options, collect, option
 from ..data.basics import option_value, refuse
 from ..data.rollout import RolloutOptions
 from ..model.adapters import LoraOptions
-from ..model.sizes import local_folder
+from ..model.memory import local_folder
 from ..rewards.registry import BRING_WEIGHTS, METRICS, Brought, named_functions
 from glm_grpo.training.options import (
     NORMALISE,
