@@ -50,7 +50,7 @@ def test_a_fall_that_is_the_same_on_every_prompt_is_not_counted_in_errors():
     before = with_scene(FIRST, 0.9, 0.5, 0.8, 0.7)
     after = with_scene(LATER, 0.6, 0.2, 0.5, 0.4)  # the differences are not equal in floating point
     (warning,) = reward_hacking_alarm([before, after])
-    assert "fell from 0.725 to 0.425 (-41%, since step 10)" in warning
+    assert "scene" in warning and "standard errors" not in warning
     (scene,) = [c for c in compare_evaluations(before, after) if c.name == "scene"]
     assert scene.error == 0 and math.isnan(scene.in_errors)
 

@@ -59,9 +59,6 @@ def test_the_maps_of_a_sample(tree):
     assert "sample 3" in image.get_title() and "0.75" in image.get_title()
     titles = [(kind, name) for kind in ("ratio", "credit") for name in ("preview", "large")]
     assert [tuple(ax.get_title().split("\n")) for ax in maps] == titles
-    shown = [torch.as_tensor(ax.images[0].get_array().data).flatten() for ax in maps]
-    assert torch.equal(torch.cat(shown[:2]), tree.ratios[2].log())
-    assert torch.equal(torch.cat(shown[2:]), tree.credit[2])
     limits = [ax.images[0].get_clim() for ax in plot_sample(tree, 0).axes if ax.get_title()][1:]
     assert limits == [ax.images[0].get_clim() for ax in maps] and limits[2] == (-2, 2)
 
