@@ -120,7 +120,8 @@ class Experience:
             found |= vars(rollout.denoising)
         for name, samples in self.samples.items():
             found[f"{name}/advantages"] = samples.advantages
-        numbers = torch.stack([self.rewards, samples.advantages], 1).tolist()
+        of_last = samples.advantages.view(len(samples), -1).mean(1)
+        numbers = torch.stack([self.rewards, of_last], 1).tolist()
         for i, (prompt, both) in enumerate(zip(rollout.prompts, numbers)):
             reward, advantage = (x if math.isfinite(x) else None for x in both)
             line = {"picture": f"{i:03d}.png", "prompt": prompt}
