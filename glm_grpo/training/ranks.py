@@ -245,12 +245,6 @@ def reshard(self) -> None:
         part.reshard()
 
 
-@patch_to(Ranks)
-def most_passes(self, passes: int) -> int:
-    "Backward passes each rank must make: with sharded weights, the largest number of any rank."
-    return max(self.gather(passes)) if self.shards else passes
-
-
 def full_tensor(tensor: Tensor) -> Tensor:
     "All of a tensor that may be sharded over ranks."
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor

@@ -103,7 +103,9 @@ class Learner:
         beta = grpo.beta if batch.samples.counted.any() else 0.0
         together = grpo.importance_sampling_level == "sequence"
         chunks = list(split_chunks(policy, batch.counted(), size, not beta, together))
-        passes, tally = self.ranks.most_passes(len(chunks)), Tally()
+        passes, tally = len(chunks), Tally()
+        if self.ranks.shards:  # each pass gathers the weights from all ranks
+            passes = max(self.ranks.gather(passes))
         for i, chunk in chunks:
             new, reference = self.score(policy, chunk, beta)
             if chunk.old_logprobs is None:  # no weight has changed since sampling: they are equal
@@ -114,7 +116,7 @@ class Learner:
             )
             loss.backward()
             tally.add(i, chunk, new, metrics)
-        for _ in range(passes - len(chunks)):  # another rank has more, and sharded weights need all
+        for _ in range(passes - len(chunks)):  # another rank has more
             one = self.last_experience.samples[name].rows(slice(0, 1))
             (0 * policy.score(next(iter(policy.chunks(one)))).sum()).backward()
         return tally
