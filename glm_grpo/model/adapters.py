@@ -306,6 +306,7 @@ def _read_adapter_for(model, half: str, folder: Path) -> dict[str, Tensor]:
             f"{folder}: an adapter of rank {saved.rank}, alpha {saved.alpha:g} on "
             f"{', '.join(saved.target_modules)}; the model's {half} has rank {lora.rank}, alpha "
             f"{lora.alpha:g}. Set model.lora_rank, lora_alpha and lora_target_modules to the "
-            "adapter's, and model.name and model.component to its model."
+            "adapter's, and model.name and model.component to its model. (If all are equal, the "
+            "tensors do not match adapter_config.json.)"
         )
     return saved.tensors

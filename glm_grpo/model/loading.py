@@ -109,13 +109,17 @@ def pick_device(
         "cpu": 1,
     }
     name = device or next(kind for kind, number in there.items() if number)
-    with contextlib.suppress(RuntimeError, TypeError):  # of an unknown name
+    try:
         device = torch.device(name)
-    if not isinstance(device, torch.device) or (device.index or 0) >= there.get(device.type, 0):
+    except (RuntimeError, TypeError):
         raise UserError(
-            f"device '{name}': not on this machine. Take cuda, cuda:1, mps or cpu, or leave "
-            "model.device out for the best that there is. (The model is not spread over devices: "
-            "offload=True and training.shard save memory on one.)"
+            f"device '{name}': unknown. Take cuda, cuda:1, mps or cpu. The model is not spread "
+            "over devices. Give one device; offload=True and training.shard save memory on it."
+        ) from None
+    if (device.index or 0) >= there.get(device.type, 0):
+        raise UserError(
+            f"device '{device}': not on this machine. "
+            "Leave model.device out to take the best that there is."
         )
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
