@@ -12,7 +12,7 @@ import os
 import shutil
 import warnings
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -23,6 +23,7 @@ from torch import Tensor
 from ..data.basics import UserError
 from ..data.basics import atomic_dir
 from .optimizer import PolicyOptimizer
+from .options import TrainerOptions
 
 # %% ../../nbs/5_training/12_checkpoints.ipynb #n011
 def differences(
@@ -55,8 +56,12 @@ def identity(model: Any) -> dict[str, str | int]:
 def make_note(trainer: "MinimalGRPOTrainer") -> dict:  # noqa: F821
     "trainer.json: the model that wrote a checkpoint, its step, options and place in the data."
     options = {}
-    for name, value in asdict(trainer.options).items():  # a section, or an option
-        options |= value if isinstance(value, dict) else {name: value}
+    for f in fields(TrainerOptions):
+        value = getattr(trainer.options, f.name)
+        if is_dataclass(f.type):  # a section; the object may have other options, too
+            options |= {inner.name: getattr(value, inner.name) for inner in fields(f.type)}
+        else:
+            options[f.name] = value
     del options["max_bad_steps"]  # it changes no weight
     return {
         "made_by": {**identity(trainer.model), "mode": trainer.options.step.mode},
