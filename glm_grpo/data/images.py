@@ -29,6 +29,9 @@ def pil_to_tensor(
 ) -> Tensor:  # [N, 3, H, W] float32 in [0, 1]
     "Convert PIL images to a tensor. ValueError: the sizes differ."
     images = [images] if isinstance(images, Image.Image) else list(images)
+    sizes = {image.size for image in images}
+    if len(sizes) != 1:
+        raise ValueError(f"the images must have one size, not {sorted(sizes)}")
     arrays = [np.asarray(image.convert("RGB")) for image in images]
     return torch.from_numpy(np.stack(arrays)).permute(0, 3, 1, 2).float() / 255
 
