@@ -230,6 +230,7 @@ class SampleNames:
     requests: list[str]  # N
     samples: list[int]  # N: number of the token sample within its request
     images: list[int]  # N: number of the image within its token sample
+    grids_per_preview: int = 1  # token samples that share their preview
 
     @classmethod
     def number(
@@ -248,6 +249,22 @@ class SampleNames:
             seen[request] += 1
         return cls(seed, step, list(requests), samples, images)
 
+    @classmethod
+    def tree(
+        cls,
+        seed: int | str,
+        step: int,
+        requests: list[str],  # the different ones
+        previews: int,  # of each request
+        grids: int,  # of each preview
+        images: int,  # of each large grid
+    ) -> "SampleNames":
+        "For each request previews x grids x images rows, next to each other."
+        found = cls.number(
+            seed, step, [r for r in requests for _ in range(previews * grids * images)], images
+        )
+        return replace(found, grids_per_preview=grids)
+
     @property
     def images_per_sample(self) -> int:
         "The number of images per token sample."
@@ -261,6 +278,11 @@ class SampleNames:
     def tokens(self) -> list[str]:
         "Names of the uniforms that sample the tokens: equal for images of one sample."
         return [f"{self.prefix}|{r}|{s}|tokens" for r, s in zip(self.requests, self.samples)]
+
+    def previews(self) -> list[str]:
+        "Names of the uniforms that sample the tokens of the preview, where samples share it."
+        first = [sample - sample % self.grids_per_preview for sample in self.samples]
+        return replace(self, samples=first).tokens()
 
     def first_noise(
         self,

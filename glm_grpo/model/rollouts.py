@@ -141,6 +141,10 @@ def sample_all_tokens(self) -> Rollout:
     names, of_row = self.token_samples.names, self.token_samples.of_row
     prompt_of_sample = self.prompt_index[self.token_samples.first_rows]
     uniforms = named_uniforms(names, inputs.num_tokens)
+    if request.names.grids_per_preview > 1:
+        previews, (height, width) = request.names.previews(), inputs.grids[0]
+        shared = [previews[row] for row in self.token_samples.first_rows]
+        uniforms[:, : height * width] = named_uniforms(shared, height * width)
     each = bytes_per_sample(model.ar.config, inputs, model.ar.dtype)
     free = free_bytes(model.device)
     batches = []

@@ -1,0 +1,15 @@
+"""`python -m glm_grpo.probe`: see `glm_grpo.run.probe`."""
+
+import sys
+
+if __name__ == "__main__":
+    from glm_grpo.training.interrupts import leave_at_once
+
+    leave_at_once()  # a signal while torch is imported: one line, no traceback
+
+from glm_grpo.run.probe import main
+
+__all__ = ["main"]
+
+if __name__ == "__main__":
+    sys.exit(main())

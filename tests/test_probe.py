@@ -1,0 +1,59 @@
+"`python -m glm_grpo.probe`: the tree it samples, what it says, and what it refuses."
+
+import pytest
+import torch
+from helpers import PROMPTS, read_json, small, told
+
+from glm_grpo.data.rollout import SampleNames
+from glm_grpo.model.wrapper import GLMImageWrapper
+from glm_grpo.run.probe import main, variance_parts
+
+pytestmark = pytest.mark.usefixtures("at_root")
+
+
+def probe(folder, *words):
+    words = small(folder, "--num_prompts", 2, "--output_dir", folder / "probe", *words)
+    return main([str(word) for word in words])
+
+
+def test_large_grids_of_a_preview_share_its_tokens_and_nothing_else_changes():
+    model = GLMImageWrapper(device="cpu", torch_dtype="float32")
+    size = {"height": 64, "width": 64, "num_inference_steps": 1, "temperature": 3, "top_p": 1}
+    tree = SampleNames.tree(0, 0, PROMPTS[:1], previews=2, grids=2, images=2)
+    prompts = PROMPTS[:1] * len(tree.samples)
+    rollout = model.generate_with_tracking(prompts, names=tree, **size)
+    preview = rollout.tokens.grids[0][0] * rollout.tokens.grids[0][1]
+    previews = rollout.token_ids[:, :preview].view(2, 2, 2, preview)
+    assert (previews == previews[:, :1, :1]).all() and not torch.equal(previews[0], previews[1])
+    large = rollout.token_ids[:, preview:].view(2, 2, 2, -1)
+    assert torch.equal(large[:, :, 0], large[:, :, 1])
+    assert not torch.equal(large[:, 0], large[:, 1])
+    flat = SampleNames.number(0, 0, prompts, images_per_sample=2)
+    alone = model.generate_with_tracking(prompts, names=flat, **size)
+    first = [row for row, sample in enumerate(flat.samples) if sample % 2 == 0]
+    assert torch.equal(alone.token_ids[first], rollout.token_ids[first])
+    assert torch.equal(alone.image_tensors[first], rollout.image_tensors[first])
+
+
+def test_a_reward_is_probed_as_it_would_be_trained(folder, capsys):
+    assert probe(folder) == 0
+    said = capsys.readouterr().out
+    assert "between previews" in said and "Train model.component" in said
+    record = read_json(folder / "probe/probe.json")
+    rewards = torch.tensor(record["reward"]["rewards"])
+    assert rewards.shape == (2, 4, 2, 2) and rewards.std() > 0
+    assert record["reward"]["shares"]["previews"][0] == variance_parts(rewards)["previews"][0]
+    assert (folder / "probe/probe.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_reward_without_differences_cannot_teach(folder, capsys):
+    (folder / "green.py").write_text("def green(images):\n    return [0.5] * len(images)\n")
+    assert probe(folder) == 0
+    assert "cannot teach" in capsys.readouterr().out
+    assert read_json(folder / "probe/probe.json")["reward"]["shares"]["images"] == [None, None]
+
+
+@pytest.mark.parametrize("words", [["--num_prompts", "0"], ["--previews", "many"]])
+def test_a_wrong_number_is_refused(folder, capsys, words):
+    assert probe(folder, *words) == 2
+    assert words[0] in told(capsys) and not (folder / "probe").exists()
