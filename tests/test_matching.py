@@ -1,9 +1,15 @@
 "The forward process: log-probs and losses as the authors publish them, and the steps chosen."
 
+from dataclasses import replace
+
 import pytest
 import torch
+from helpers import PROMPTS, ROOT
 
+from glm_grpo.data.rollout import SampleNames
+from glm_grpo.maths.loss import compute_grpo_loss
 from glm_grpo.maths.matching import matching_logprob, nft_terms, stratified_steps
+from glm_grpo.model.wrapper import GLMImageWrapper
 
 SHAPE = (6, 4, 8, 8)
 
@@ -85,3 +91,82 @@ def test_more_times_than_the_schedule_has_are_refused():
             stratified_steps(14, count, "a")
     with pytest.raises(ValueError, match="weight 'none'"):
         matching_logprob(torch.ones(1, 2), torch.ones(1, 2), 0.5, "none")
+
+
+SIZE = {"height": 64, "width": 64, "num_inference_steps": 8, "guidance_scale": 2.0}
+HOW = {"dit_objective": "matching", "matching_times": 3, "temperature": 3.0, "top_p": 1.0}
+
+
+@pytest.fixture(scope="module")
+def model():
+    found = GLMImageWrapper(ROOT / "data/tiny-glm-image", "dit", "float32", "cpu", lora={"rank": 2})
+    with torch.no_grad():  # an adapter that does something
+        generator = torch.Generator().manual_seed(0)
+        for p in found.get_trainable_parameters():
+            p += 0.02 * torch.randn(p.shape, generator=generator)
+    return found
+
+
+@pytest.fixture(scope="module")
+def rollout(model):
+    prompts = [PROMPTS[0]] * 2 + ['a sign "yes" on a red ground'] * 2
+    return model.generate_with_tracking(prompts, score_batch_size=2, **SIZE, **HOW)
+
+
+def test_an_image_is_compared_at_points_on_its_way_to_noise(model, rollout):
+    denoising = rollout.denoising
+    assert len(denoising.decisions) == 3 and 0 not in denoising.decisions
+    share = denoising.sigmas[list(denoising.decisions)].view(-1, 1, 1, 1)
+    clean = denoising.latents[:, None]
+    noise = denoising.latents_after + clean
+    torch.testing.assert_close(denoising.latents_before, (1 - share) * clean + share * noise)
+    assert (
+        0.9 < noise.std() < 1.1
+        and len({round(x, 4) for x in noise.mean((2, 3, 4)).flatten().tolist()}) > 6
+    )
+    first = rollout.initial_latents
+    assert not torch.equal(first[0], first[1]), "without noise in the steps the images are equal"
+    torch.testing.assert_close(model.decode(rollout), rollout.image_tensors)
+
+
+def test_ratios_are_1_bit_for_bit_and_the_velocity_is_unguided(model, rollout):
+    with torch.no_grad():
+        for rows in (slice(0, 2), slice(2, 4)):
+            part = rollout.rows(rows)
+            logprobs, _, velocities = model.score_denoising(part)
+            assert torch.equal(logprobs, part.latents_logprobs)
+            assert torch.equal(velocities, part.denoising.old_velocities)
+        guided = replace(rollout, denoising=replace(rollout.denoising, matching_guidance=2.0))
+        assert not torch.allclose(model.score_denoising(guided)[0], rollout.latents_logprobs)
+        for j, logprob in enumerate(rollout.latents_logprobs.T):
+            decision = rollout.denoising.decision(j)
+            sigma = rollout.denoising.sigmas[rollout.denoising.decisions[j]].item()
+            own = matching_logprob(
+                decision.old_velocities[:, 0], decision.latents_after[:, 0], sigma
+            )
+            torch.testing.assert_close(own, logprob)
+
+
+def test_the_gradient_is_that_of_advantage_weighted_flow_matching(model, rollout):
+    "On policy, with the uniform weight: the loss is -mean A, its gradient that of mean A m."
+    noise = replace(rollout.denoising.noise, weight="uniform")
+    rollout = replace(rollout, denoising=replace(rollout.denoising, noise=noise))
+    advantages = torch.tensor([1.0, -1.0, 0.5, -0.5])
+    trained = model.get_trainable_parameters()
+    new, _, velocities = model.score_denoising(rollout)
+    loss, metrics = compute_grpo_loss(new, new.detach(), advantages)
+    assert loss.item() == pytest.approx(0, abs=1e-7) and metrics["ratio_std"] == 0
+    gradients = torch.autograd.grad(loss, trained, retain_graph=True)
+    m = ((velocities - rollout.denoising.latents_after) ** 2).mean((2, 3, 4))
+    expected = torch.autograd.grad((advantages[:, None] * m).mean(), trained)
+    for own, other in zip(gradients, expected):
+        torch.testing.assert_close(own, other, rtol=1e-4, atol=1e-8)
+    assert sum(g.norm() for g in gradients) > 0
+
+
+def test_the_times_change_with_the_step_and_not_with_the_rows(model, rollout):
+    later = replace(SampleNames.number(0, 5, PROMPTS[:1], 1), images=[0])
+    one = model.generate_with_tracking(PROMPTS[:1], names=later, score=False, **SIZE, **HOW)
+    alone = model.generate_with_tracking(PROMPTS[:1], score=False, **SIZE, **HOW)
+    assert one.denoising.decisions != rollout.denoising.decisions == alone.denoising.decisions
+    assert alone.latents_logprobs is None and alone.denoising.old_velocities is None

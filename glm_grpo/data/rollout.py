@@ -19,6 +19,8 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+
+from ..maths.matching import MatchingWeight
 from .images import images_html, tensor_to_pil
 from .basics import above, at_least, option
 
@@ -141,6 +143,7 @@ class Samples:
     counted: Tensor | None = per_row(default=None)  # [n] bool; False: not in the mean of the loss
     # [n, T] float32, recorded while sampling where scoring computes old_logprobs again
     sampling_logprobs: Tensor | None = per_row(default=None)
+    decisions: int | None = None  # T, where chunks hold fewer of them
 
     def __len__(self):
         return len(self.rollout)
@@ -351,6 +354,26 @@ class RolloutOptions:
         False,
         "true: the normalised ratio of GRPO-Guard (arXiv 2510.22319), which gives early and late "
         "steps equal weight; use it with reward.grpo.dit_clip_range 2e-6",
+    )
+    dit_objective: Literal["steps", "matching"] = option(
+        "steps",
+        "decisions of the denoising policy. steps: denoising steps that add noise; matching: the "
+        "finished image, compared with the policy's velocity at some times (AWM, arXiv "
+        "2509.25050): no step adds noise, each image has a first noise of its own, and a decision "
+        "needs no guidance",
+    )
+    matching_times: int = option(
+        4, "with dit_objective matching: times at which each image is compared", at_least(1)
+    )
+    matching_weight: MatchingWeight = option(
+        "ghuber",
+        "with dit_objective matching: weight of times and errors, see nbs/1_maths/05_matching",
+    )
+    matching_guidance: float = option(
+        1.0,
+        "with dit_objective matching: guidance of the velocity that is compared; 1: none, as in "
+        "the paper",
+        at_least(0, 100),
     )
     shared_noise: bool = option(
         True,

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..maths.matching import MatchingWeight, matching_logprob
 from ..maths.sde import sde_step
 from glm_grpo.model.latents import (
     Source,
@@ -119,11 +120,13 @@ def predict_velocity(
 # %% ../../nbs/3_model/11_denoise.ipynb #n022
 @dataclass(frozen=True)
 class NoiseOptions:
-    "Which denoising steps add noise, and how. These steps are the decisions of the policy."
+    """The decisions of the policy: denoising steps that add noise; or, with a weight, the times of
+    steps at which the finished image is compared with the velocity of the policy."""
 
-    decisions: tuple[int, ...] = ()  # D step numbers; all other steps are Euler steps
-    noise_level: float = 0.7  # of `sde_step`
+    decisions: tuple[int, ...] = ()  # D step numbers
+    noise_level: float = 0.7  # of `sde_step`; steps that are no decisions are Euler steps
     sde_type: str = "sde"  # of `sde_step`: "sde", "dance" or "cps"
+    weight: MatchingWeight | None = None  # of `matching_logprob`; None: these steps add noise
 
 
 NO_NOISE = NoiseOptions()
@@ -267,6 +270,28 @@ def sample_latents(
     return out
 
 # %% ../../nbs/3_model/11_denoise.ipynb #n037
+def _score_decision(
+    velocity: Tensor,  # [N, C, h, w], with gradient
+    before: Tensor,
+    after: Tensor,
+    sigmas: Tensor,  # [K+1], on the CPU
+    index: int,  # step number
+    options: NoiseOptions,
+) -> tuple[Tensor, Tensor]:  # log-prob [N], mean [N, C, h, w]
+    if options.weight:
+        return matching_logprob(velocity, after, float(sigmas[index]), options.weight), velocity
+    _, log_prob, mean, _ = sde_step(
+        velocity,
+        before,
+        sigmas,
+        index,
+        noise_level=options.noise_level,
+        sde_type=options.sde_type,
+        prev_sample=after,
+    )
+    return log_prob, mean
+
+
 def score_latents(
     parts,  # a GlmImagePipeline
     inputs: ImageInputs,  # of N rows
@@ -277,7 +302,8 @@ def score_latents(
 ) -> tuple[Tensor, Tensor, Tensor]:  # log_probs [N, D]; means, velocities [N, D, C, 4h, 4w]
     """Log-prob of each decision under the current DiT, with a gradient where it is enabled.
 
-    Flow-GRPO, arXiv 2505.05470, equations 8 and 9.
+    Flow-GRPO, arXiv 2505.05470, equations 8 and 9; with a weight: AWM, arXiv 2509.25050. Then
+    `before` are points between image and noise, `after` their velocities, noise - image.
     """
     dit = parts.transformer
     timesteps, sigmas = _clocks(parts, inputs)
@@ -287,16 +313,9 @@ def score_latents(
         for column, index in enumerate(options.decisions):
             latents = _take(before[:, column], rows).to(dit.device)
             velocity = predict_velocity(dit, conditions, latents, timesteps[index])
-            _, log_prob, mean, _ = sde_step(
-                velocity,
-                latents,
-                sigmas,
-                index,
-                noise_level=options.noise_level,
-                sde_type=options.sde_type,
-                prev_sample=_take(after[:, column], rows).to(dit.device),
-            )
-            steps.append((log_prob, mean, velocity))
+            result = _take(after[:, column], rows).to(dit.device)
+            decision = _score_decision(velocity, latents, result, sigmas, index, options)
+            steps.append((*decision, velocity))
         order += rows
         found.append([torch.stack(values, 1) for values in zip(*steps)])
     back = sorted(range(len(order)), key=order.__getitem__)

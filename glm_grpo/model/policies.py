@@ -46,17 +46,26 @@ class Denoising:
     glyphs: dict[str, Tensor]  # of `glyph_embeddings`: prompt -> [S, D]
     sources: list | None = per_row(default=None)  # image to image: N lists of `Source`
     latents: Tensor | None = per_row(default=None)  # [N, C, h, w] float32: the clean ones
-    noise: NoiseOptions = NO_NOISE  # which D denoising steps are decisions, and their noise
+    noise: NoiseOptions = NO_NOISE  # the D decisions
     ratio_norm: bool = False
+    matching_guidance: float = 1.0  # of the velocity that is compared
     sigmas: Tensor | None = None  # [K+1]
-    latents_before: Tensor | None = per_row(default=None)  # [N, D, C, h, w] float32
-    latents_after: Tensor | None = per_row(default=None)
-    latents_means: Tensor | None = per_row(default=None)
+    # [N, D, C, h, w] float32; with dit_objective matching: points between image and noise
+    latents_before: Tensor | None = per_row(default=None)
+    latents_after: Tensor | None = per_row(default=None)  # matching: noise - image
+    latents_means: Tensor | None = per_row(default=None)  # matching: none
+    # matching: the velocities of the policy that sampled; None: not computed
+    old_velocities: Tensor | None = per_row(default=None)
 
     @property
     def decisions(self) -> tuple[int, ...]:
-        "Numbers of the D denoising steps that add noise."
+        "Numbers of the D denoising steps that are decisions."
         return self.noise.decisions
+
+    @property
+    def matching(self) -> bool:
+        "Whether images are compared with velocities, and no step adds noise."
+        return self.noise.weight is not None
 
     def stds(self) -> list[float]:
         "Standard deviation of the noise of each decision."
@@ -65,14 +74,11 @@ class Denoising:
 
     def decision(self, j: int) -> "Denoising":
         "The same with one decision only."
-        at = slice(j, j + 1)
-        return replace(
-            self,
-            noise=replace(self.noise, decisions=self.decisions[at]),
-            latents_before=self.latents_before[:, at],
-            latents_after=self.latents_after[:, at],
-            latents_means=self.latents_means[:, at],
-        )
+        at, own = slice(j, j + 1), {}
+        for name in ("latents_before", "latents_after", "latents_means", "old_velocities"):
+            if (values := getattr(self, name)) is not None:
+                own[name] = values[:, at]
+        return replace(self, noise=replace(self.noise, decisions=self.decisions[at]), **own)
 
 # %% ../../nbs/3_model/17_policies.ipynb #n020
 class HalfPolicy(Policy):
@@ -114,12 +120,14 @@ class DiTPolicy(HalfPolicy):
 
     def samples(self, rollout, group_rows):
         "UserError: no denoising step is a decision."
-        if rollout.latents_logprobs is None:
+        decisions = len(rollout.denoising.decisions)
+        if not decisions:
             raise UserError(
                 "the denoising policy has nothing to learn from: no step added noise. Take at "
                 "least 2 num_inference_steps (the last one adds none) and a noise_level above 0."
             )
-        return Samples(rollout, rollout.latents_logprobs, rollout.images_per_sample)
+        old, group_size = rollout.latents_logprobs, rollout.images_per_sample
+        return Samples(rollout, old, group_size, decisions=decisions)
 
     def score(self, samples):
         logprobs, means, _ = self.model.score_denoising(samples.rollout)
@@ -129,9 +137,10 @@ class DiTPolicy(HalfPolicy):
         with torch.no_grad(), reference():
             _, ref_means, ref_velocities = self.model.score_denoising(samples.rollout)
         logprobs, means, velocities = self.model.score_denoising(samples.rollout)
-        distances = []
-        for j, std in enumerate(samples.rollout.denoising.stds()):
+        distances, denoising = [], samples.rollout.denoising
+        for j in range(len(denoising.decisions)):
             if kl == "gaussian":
+                std = denoising.stds()[j]
                 distances.append(gaussian_kl(means[:, j], ref_means[:, j], std))
             else:
                 distances.append(velocity_mse(velocities[:, j], ref_velocities[:, j]))
@@ -140,6 +149,7 @@ class DiTPolicy(HalfPolicy):
     def chunks(self, samples: Samples) -> Iterator[Samples]:
         "Chunks of one decision each: only the activations of one step are kept at a time."
         denoising, advantages = samples.rollout.denoising, samples.advantages
+        old = samples.old_logprobs
         for j in range(len(denoising.decisions)):
             own = advantages
             if advantages is not None and advantages.dim() == 2:
@@ -147,7 +157,7 @@ class DiTPolicy(HalfPolicy):
             yield replace(
                 samples,
                 rollout=replace(samples.rollout, denoising=denoising.decision(j)),
-                old_logprobs=samples.old_logprobs[:, j : j + 1],
+                old_logprobs=None if old is None else old[:, j : j + 1],
                 advantages=own,
             )
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from ..data.basics import UserError, patch_to
 from ..data.loader import source_lists
 from ..data.rollout import Rollout, RolloutOptions, SampleNames
+from ..maths.matching import stratified_steps
 from ..maths.noise import named_noise, named_uniforms
 from ..maths.sde import choose_window, decision_steps
 from .denoise import ImageInputs, sample_latents, score_latents
@@ -141,8 +142,8 @@ def sample_all_tokens(self) -> Rollout:
     names, of_row = self.token_samples.names, self.token_samples.of_row
     prompt_of_sample = self.prompt_index[self.token_samples.first_rows]
     uniforms = named_uniforms(names, inputs.num_tokens)
-    if request.names.grids_per_preview > 1:
-        previews, (height, width) = request.names.previews(), inputs.grids[0]
+    if self.names.grids_per_preview > 1:
+        previews, (height, width) = self.names.previews(), inputs.grids[0]
         shared = [previews[row] for row in self.token_samples.first_rows]
         uniforms[:, : height * width] = named_uniforms(shared, height * width)
     each = bytes_per_sample(model.ar.config, inputs, model.ar.dtype)
@@ -173,7 +174,8 @@ def sample_all_tokens(self) -> Rollout:
 def first_noise_names(self) -> list[str]:
     "N names; with `shared_noise`, images of the same tokens have the same name."
     options = self.options
-    shared = options.shared_noise and self.model.dit_decides and options.noise_level > 0
+    adds_noise = options.noise_level > 0 and options.dit_objective == "steps"
+    shared = options.shared_noise and self.model.dit_decides and adds_noise
     return self.names.first_noise(shared)
 
 
@@ -203,11 +205,15 @@ def prepare_denoising(self, rollout: Rollout) -> Rollout:
 
 @patch_to(RolloutSampler)
 def add_decisions(self, denoising: Denoising) -> Denoising:
-    "Set the steps that add noise, and their noise. At noise level 0 there are none."
-    options, names = self.options, self.names
-    patches = self.height * self.width // 256
-    sigmas = schedule(self.model.pipe.scheduler, options.num_inference_steps, patches)[1]
-    chosen = []
+    "Set the decisions. At noise level 0 no step adds noise, and there are none."
+    options, names, chosen = self.options, self.names, []
+    patches, steps = self.height * self.width // 256, options.num_inference_steps
+    sigmas = schedule(self.model.pipe.scheduler, steps, patches)[1]
+    if options.dit_objective == "matching":
+        chosen = stratified_steps(steps, options.matching_times, f"{names.prefix}|times")
+        noise = NoiseOptions(tuple(chosen), weight=options.matching_weight)
+        guidance = options.matching_guidance
+        return replace(denoising, noise=noise, sigmas=sigmas, matching_guidance=guidance)
     if options.noise_level:
         possible = decision_steps(sigmas, options.noise_level, options.sde_type)
         window = options.window, options.window_kind
@@ -237,13 +243,14 @@ def take_images(self, rows: list[int], latents: Tensor) -> None:
 def denoise(self, rollout: Rollout) -> Rollout:
     "Make the images; if the denoising policy trains, keep its decisions."
     self.model.wake("dit")
-    if self.model.dit_decides:
+    matching = rollout.denoising.matching
+    if self.model.dit_decides and not matching:
         return self.denoise_with_decisions(rollout)
-    if self.decode:
+    if self.decode or matching:
         inputs, noise = image_inputs(rollout), rollout.initial_latents
         how = {"batch_size": self.options.batch_size, "on_rows": self.take_images}
-        sample_latents(self.model.pipe, inputs, noise, **how)
-    return rollout
+        found = sample_latents(self.model.pipe, inputs, noise, **how)
+    return self.match_images(rollout, found["latents"]) if matching else rollout
 
 # %% ../../nbs/3_model/19_rollouts.ipynb #c5ebdf2
 @patch_to(RolloutSampler)
@@ -297,6 +304,34 @@ def denoise_with_decisions(self, rollout: Rollout) -> Rollout:
     )
     return replace(rollout, denoising=denoising, latents_logprobs=found.get("log_probs"))
 
+# %% ../../nbs/3_model/19_rollouts.ipynb #mt02
+@patch_to(RolloutSampler)
+def match_images(
+    self,
+    rollout: Rollout,
+    latents: Tensor,  # [N, C, h, w], the finished images
+) -> Rollout:
+    "Keep for each decision a point between image and noise, and its velocity; score them."
+    denoising, clean = rollout.denoising, latents[:, None]
+    steps = list(denoising.decisions)
+    noise = named_noise(self.names.step_noise(), (len(steps), *self.latent_shape)).to(clean)
+    share = denoising.sigmas[steps].to(clean).view(-1, 1, 1, 1)
+    denoising = replace(
+        denoising,
+        latents=latents,
+        latents_before=(1 - share) * clean + share * noise,
+        latents_after=noise - clean,
+    )
+    rollout = replace(rollout, denoising=denoising)
+    if not self.score:
+        return rollout
+    size, scored = self.score_batch_size or len(rollout), []
+    for start in range(0, len(rollout), size):
+        scored.append(self.model.score_denoising(rollout.rows(slice(start, start + size))))
+    logprobs, _, velocities = (torch.cat(values) for values in zip(*scored))
+    denoising = replace(denoising, old_velocities=velocities)
+    return replace(rollout, denoising=denoising, latents_logprobs=logprobs)
+
 # %% ../../nbs/3_model/19_rollouts.ipynb #n044
 def score_token_decisions(
     ar: torch.nn.Module,  # GlmImageForConditionalGeneration, with or without adapter
@@ -330,8 +365,10 @@ def score_denoising_decisions(
             "this rollout has no denoising decisions: load the model with component dit or "
             "both, and set noise_level above 0."
         )
-    before, after = denoising.latents_before, denoising.latents_after
-    return score_latents(pipe, image_inputs(rollout), before, after, denoising.noise)
+    before, after, inputs = denoising.latents_before, denoising.latents_after, image_inputs(rollout)
+    if denoising.matching:
+        inputs = replace(inputs, guidance_scale=denoising.matching_guidance)
+    return score_latents(pipe, inputs, before, after, denoising.noise)
 
 # %% ../../nbs/3_model/19_rollouts.ipynb #n046
 @patch_to(RolloutSampler)
