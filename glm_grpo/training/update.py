@@ -49,7 +49,9 @@ def loss_counts(
     "The divisors of a chunk's loss with which the chunks of all ranks add up to the mean."
     count, of_chunk = max(1, batch.count), chunk.old_logprobs[0].numel()
     full = batch.samples.old_logprobs
-    decisions = of_chunk if full is None else full[0].numel()  # None: not split
+    decisions = batch.samples.decisions
+    if decisions is None:
+        decisions = of_chunk if full is None else full[0].numel()  # None: not split
     return {"num_samples": count * decisions / of_chunk, "num_decisions": count * decisions}
 
 
