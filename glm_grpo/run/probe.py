@@ -21,11 +21,10 @@ from ..maths.noise import named_generator
 from ..model.tokens import check_prompt_lengths
 from ..rewards.weighted import Judging
 from .build import check_reward, each_reward, load_model, make_reward, open_data
-from .checks import check_config
+from .config import check_config
 from .command_line import Words, parse_args, run_command
 from .config import Config, image_height_width
 from .evaluation import without_nan
-from ..training.callbacks import on_terminal
 from ..training.figures import ShownFigure, save_figure
 from ..training.interrupts import STATUSES
 
@@ -148,7 +147,7 @@ def sample_trees(
     height, width = image_height_width(config)
     size, found = shape[0] * shape[1] * shape[2], {}
     number = min(num_prompts, len(dataset))
-    with tqdm(total=number, desc="probe", unit="prompt", disable=not on_terminal()) as bar:
+    with tqdm(total=number, desc="probe", unit="prompt", disable=None) as bar:
         for i in range(number):
             batch = collate([dataset[i]] * size)
             prompts, sources = batch["prompts"], batch.get("source_images")
