@@ -4,12 +4,17 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import PROMPTS, ROOT
+from helpers import PROMPTS, ROOT, load_weights, main, read_jsonl, resume, same_tensors, small, told
 
+from glm_grpo.data.basics import UserError
 from glm_grpo.data.rollout import SampleNames
 from glm_grpo.maths.loss import compute_grpo_loss
 from glm_grpo.maths.matching import matching_logprob, nft_terms, stratified_steps
 from glm_grpo.model.wrapper import GLMImageWrapper
+from glm_grpo.rewards.weighted import Scores
+from glm_grpo.training.experience import compare_samples
+from glm_grpo.training.options import TrainerOptions
+from glm_grpo.training.trainer import MinimalGRPOTrainer
 
 SHAPE = (6, 4, 8, 8)
 
@@ -170,3 +175,106 @@ def test_the_times_change_with_the_step_and_not_with_the_rows(model, rollout):
     alone = model.generate_with_tracking(PROMPTS[:1], score=False, **SIZE, **HOW)
     assert one.denoising.decisions != rollout.denoising.decisions == alone.denoising.decisions
     assert alone.latents_logprobs is None and alone.denoising.old_velocities is None
+
+
+def train(model, reward, steps=1, **changes):
+    """Training steps on one prompt, from the adapter's start -> the trainer, and what its DiT
+    learnt."""
+    start = [p.detach().clone() for p in model.get_trainable_parameters()]
+    options = SIZE | HOW | {"group_size": 4, "learning_rate": 1e-3, "micro_batch_size": 2}
+    loader = [{"prompts": PROMPTS[:1]}]
+    trainer = MinimalGRPOTrainer(model, loader, reward, callbacks=(), **options | changes)
+    trainer.train(steps)
+    learnt = [(p - old).detach() for p, old in zip(model.get_trainable_parameters(), start)]
+    with torch.no_grad():
+        for p, old in zip(model.get_trainable_parameters(), start):
+            p.copy_(old)
+    return trainer, torch.cat([change.flatten() for change in learnt])
+
+
+def green(images):
+    return images[:, 1].mean((1, 2)) - images[:, [0, 2]].mean((1, 2, 3))
+
+
+def test_training_starts_at_ratio_1_and_does_not_depend_on_micro_batches(model):
+    trainer, learnt = train(model, green)
+    line = trainer.history[0]
+    assert line["ratio_mean"] == 1 and line["old_new_gap"] == 0 and line["grad_norm"] > 0
+    assert line["loss"] == pytest.approx(0, abs=1e-6)
+    _, all_at_once = train(model, green, micro_batch_size=None)
+    one, other = (found[learnt.abs() > 1e-4] for found in (learnt, all_at_once))
+    assert len(one) > 100 and (one - other).norm() < 1e-2 * one.norm()
+
+
+def test_the_update_finds_old_log_probs_itself_after_the_first_step(model):
+    "From the second step on nothing is scored at collection, and the same is learnt."
+    trainer, learnt = train(model, green, steps=2)
+    assert trainer.collector.last_rollout.latents_logprobs is None
+    _, scored = train(model, green, steps=2, allow_ratio_gap=True)
+    torch.testing.assert_close(learnt, scored)
+
+
+def test_equal_rewards_move_nothing(model):
+    _, learnt = train(model, lambda images: torch.full((len(images),), 0.5))
+    assert not learnt.any()
+
+
+def test_the_pull_holds_several_updates_near_the_policy_that_sampled(model):
+    several = {"updates_per_rollout": 4, "dit_clip_range": 10.0, "learning_rate": 5e-3}
+    kept = {}
+    for pull in (0.0, 100.0):
+        trainer, learnt = train(model, green, **several, dit_pull=pull)
+        kept[pull] = learnt.norm().item()
+        assert (trainer.history[0]["kl"] > 0) == (pull > 0)
+    assert kept[100.0] < 0.95 * kept[0.0]
+
+
+def test_advantages_are_clipped():
+    scores = Scores(torch.tensor([0.0, 0.0, 0.0, 1.0]), {}, {})
+    options = TrainerOptions().with_changes(advantage_clip=1.0)
+    _, advantages, _ = compare_samples(scores, None, 4, 1, options)
+    assert advantages.max() == 1.0 and advantages.min() > -1
+
+
+@pytest.mark.parametrize(
+    "changes, named",
+    [
+        ({"matching_times": 7}, "rollout.matching_times 7"),
+        ({"ratio_norm": True}, "rollout.ratio_norm"),
+        ({"window": 2}, "rollout.window"),
+        ({"beta": 0.1}, "reward.grpo.dit_kl gaussian"),
+        ({"dit_pull": 1.0}, "reward.grpo.dit_pull 1.0"),
+        ({"dit_pull": 1.0, "dit_objective": "steps"}, "reward.grpo.dit_pull"),
+    ],
+)
+def test_what_has_no_meaning_is_refused(changes, named):
+    with pytest.raises(UserError, match=named):
+        TrainerOptions().with_changes(**{"num_inference_steps": 8} | HOW | changes).check()
+
+
+@pytest.mark.usefixtures("at_root")
+def test_the_command_line_takes_it_by_either_name(folder, capsys):
+    words = small(folder, "--model.component", "dit", "--rollout.matching_times", 3)
+    words += ["--rollout.num_inference_steps", "6", "--num_steps", "2"]
+    words += ["--reward.grpo.dit_objective", "matching", "--output_dir", str(folder / "run")]
+    assert main(*words) == 0
+    assert "dit_objective: matching" in (folder / "run/config.yaml").read_text()
+    lines = read_jsonl(folder / "run/metrics.jsonl")
+    assert [line["ratio_mean"] for line in lines] == [1, 1] and lines[0]["grad_norm"] > 0
+    assert main(*words, "--rollout.window", 1, "--output_dir", folder / "other") == 2
+    assert "rollout.window" in told(capsys) and not (folder / "other").exists()
+
+
+@pytest.mark.usefixtures("at_root")
+def test_a_run_that_stops_and_goes_on_is_the_straight_run(folder):
+    words = small(folder, "--model.component", "both", "--rollout.dit_objective", "matching")
+    words += ["--rollout.num_inference_steps", "4", "--rollout.matching_times", "2"]
+    words += ["--training.updates_per_rollout", "2", "--reward.grpo.dit_pull", "1"]
+    words += ["--training.save_interval", "1", "--num_steps", "2"]
+    assert main(*words, "--output_dir", folder / "run") == 0
+    straight = load_weights(folder / "run/checkpoints/checkpoint_final")
+    assert len(straight) == 2
+    checkpoint = folder / "run/checkpoints/checkpoint_step_1"
+    assert resume(checkpoint, "--output_dir", folder / "run") == 0
+    resumed = load_weights(folder / "run/checkpoints/checkpoint_final")
+    assert all(same_tensors(resumed[name], straight[name]) for name in straight)

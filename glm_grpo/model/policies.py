@@ -6,7 +6,8 @@
 __all__ = ['TokenDecisions', 'Denoising', 'HalfPolicy', 'ARPolicy', 'DiTPolicy']
 
 # %% ../../nbs/3_model/17_policies.ipynb #n003
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 
 import torch
@@ -145,6 +146,23 @@ class DiTPolicy(HalfPolicy):
             else:
                 distances.append(velocity_mse(velocities[:, j], ref_velocities[:, j]))
         return _normalised(samples, logprobs, means), {"kl": torch.stack(distances, 1)}
+
+    def score_with_pull(
+        self,
+        samples: Samples,
+        pull: float,  # weight of the distance to the policy that sampled
+        reference: Callable[[], AbstractContextManager] | None,  # as `score_with_reference`
+        beta: float,  # weight of the distance to the reference
+    ) -> tuple[Tensor, dict[str, Tensor | float]]:  # log-probs [n, D], arguments of the loss
+        "`score`, and mean squared distances of velocities. AWM, arXiv 2509.25050."
+        logprobs, _, velocities = self.model.score_denoising(samples.rollout)
+        old = samples.rollout.denoising.old_velocities
+        distance = pull * (velocities - old).square().mean((2, 3, 4))
+        if beta:
+            with torch.no_grad(), reference():
+                _, _, ref_velocities = self.model.score_denoising(samples.rollout)
+            distance = distance + beta * (velocities - ref_velocities).square().mean((2, 3, 4))
+        return logprobs, {"kl": distance, "beta": 1.0}
 
     def chunks(self, samples: Samples) -> Iterator[Samples]:
         "Chunks of one decision each: only the activations of one step are kept at a time."

@@ -35,6 +35,7 @@ from glm_grpo.training.options import (
     RecordOptions,
     StepOptions,
     TrainerOptions,
+    matching_problems,
 )
 
 # %% ../../nbs/6_run/01_config.ipynb #n006
@@ -342,6 +343,9 @@ def denoising_problems(config: Config) -> Iterator[str]:
         )
     if component == "ar":
         return
+    if rollout.dit_objective == "matching":
+        yield from matching_problems(rollout, config.reward.grpo, config.training)
+        return
     if rollout.noise_level <= 0:
         yield (
             f"rollout.noise_level {rollout.noise_level}: without noise the denoising policy makes "
@@ -548,6 +552,7 @@ RENAMED = {  # last part of a name elsewhere -> the option here
     "pictures_per_sample": "reward.grpo.images_per_sample",
     "num_steps": "training.max_steps",
     "lr": "training.learning_rate",
+    "dit_objective": "rollout.dit_objective",
 }
 GONE = {"training.loop_samples": "all samples of a step are compared now"}
 

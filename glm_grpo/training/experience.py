@@ -44,6 +44,8 @@ def compare_samples(
         advantages = gdpo_advantages(parts, reward.weights, group_size)
     else:
         advantages = compute_advantages(rewards, group_size, options.grpo.scale)
+    if limit := options.grpo.advantage_clip:
+        advantages = advantages.clamp(-limit, limit)
     teaches = advantages.view(-1, group_size).any(1).repeat_interleave(group_size)
     counted = teaches | (options.grpo.equal == "keep")
     return rewards, advantages, counted

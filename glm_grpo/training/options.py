@@ -4,9 +4,10 @@
 
 # %% auto #0
 __all__ = ['NORMALISE', 'OptimizerOptions', 'StepOptions', 'GroupOptions', 'ClipOptions', 'KLOptions', 'GRPOOptions',
-           'RecordOptions', 'TrainerOptions']
+           'RecordOptions', 'matching_problems', 'TrainerOptions']
 
 # %% ../../nbs/5_training/01_options.ipynb #n006
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Literal
 
@@ -130,6 +131,12 @@ class GroupOptions:
         "divisor of the advantage (reward minus mean of the group): the standard deviation of the "
         "group, of the batch, or none (Dr. GRPO, arXiv 2503.20783)",
     )
+    advantage_clip: float | None = option(
+        None,
+        "larger advantages are cut off at this value, above and below zero; trainers of diffusion "
+        "models take 5; null: they stay as they are",
+        above(0),
+    )
 
 # %% ../../nbs/5_training/01_options.ipynb #n016
 @dataclass
@@ -214,6 +221,13 @@ class KLOptions:
         "KL of denoising steps. gaussian: exact; velocity: mean squared difference of the "
         "velocities, which weights all steps equally",
     )
+    dit_pull: float = option(
+        0.0,
+        "with rollout.dit_objective matching: weight of the squared distance to the velocity of "
+        "the policy that sampled. It holds several updates on a rollout together; the authors of "
+        "AWM (arXiv 2509.25050) take 1",
+        at_least(0),
+    )
 
 
 @dataclass
@@ -271,6 +285,41 @@ NORMALISE = (
 )
 
 
+def matching_problems(
+    rollout: RolloutOptions,
+    grpo: GRPOOptions,
+    step: StepOptions,
+) -> Iterator[str]:
+    "Options of the denoising policy that have no meaning with its objective."
+    if rollout.dit_objective == "steps":
+        if grpo.dit_pull:
+            yield "reward.grpo.dit_pull: it needs rollout.dit_objective matching. Set it to 0."
+        return
+    times, steps = rollout.matching_times, rollout.num_inference_steps
+    if times > (available := int(0.9 * steps) - 1):
+        yield (
+            f"rollout.matching_times {times}: of {steps} denoising steps, {max(available, 0)} are "
+            "between noise and image. Raise rollout.num_inference_steps, or take fewer times."
+        )
+    without_steps = {
+        "rollout.ratio_norm": rollout.ratio_norm,
+        "rollout.window": rollout.window is not None,
+        "reward.grpo.dit_kl gaussian": grpo.beta > 0 and grpo.dit_kl == "gaussian",
+    }
+    for name, given in without_steps.items():
+        if given:
+            yield (
+                f"{name}: it is for denoising steps that add noise, and with rollout.dit_objective "
+                "matching there are none. Leave it out; for the KL set reward.grpo.dit_kl velocity."
+            )
+    if grpo.dit_pull and step.updates_per_rollout * step.mini_batches == 1:
+        yield (
+            f"reward.grpo.dit_pull {grpo.dit_pull}: with one optimizer step on each rollout the "
+            "policy is still the one that sampled, so it does nothing. Set "
+            "training.updates_per_rollout to 2 or more, or dit_pull to 0."
+        )
+
+
 @dataclass
 class TrainerOptions:
     "All options of `MinimalGRPOTrainer`."
@@ -290,6 +339,8 @@ class TrainerOptions:
         "Returns itself. UserError names the first value that cannot work."
         check_options(self)
         self.grpo.check_delta()
+        for problem in matching_problems(self.rollout, self.grpo, self.step):
+            raise UserError(problem)
         return self
 
     def with_changes(self, **changes) -> "TrainerOptions":

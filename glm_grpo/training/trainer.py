@@ -101,8 +101,9 @@ class Learner:
         policy, grpo = self.policies[name], self.options.grpo
         size = self.options.step.micro_batch_size
         beta = grpo.beta if batch.samples.counted.any() else 0.0
+        pulled = beta or (name == "dit" and grpo.dit_pull)
         together = grpo.importance_sampling_level == "sequence"
-        chunks = list(split_chunks(policy, batch.counted(), size, not beta, together))
+        chunks = list(split_chunks(policy, batch.counted(), size, not pulled, together))
         passes, tally = len(chunks), Tally()
         if self.ranks.shards:  # each pass gathers the weights from all ranks
             passes = max(self.ranks.gather(passes))
@@ -112,7 +113,7 @@ class Learner:
                 chunk = replace(chunk, old_logprobs=new.detach())
             options = reference | loss_counts(batch, chunk) | loss_options(name, grpo)
             loss, metrics = compute_grpo_loss(
-                new, chunk.old_logprobs, chunk.advantages, beta=beta, as_tensors=True, **options
+                new, chunk.old_logprobs, chunk.advantages, as_tensors=True, **options
             )
             loss.backward()
             tally.add(i, chunk, new, metrics)
@@ -122,10 +123,13 @@ class Learner:
         return tally
 
     def score(self, policy: Policy, chunk: Samples, beta: float) -> tuple[Tensor, dict]:
-        "New log-probs, and with a KL those of the reference policy."
+        "New log-probs, and the arguments of the loss that keep the policy near others."
+        grpo, reference = self.options.grpo, self.model.reference if beta else None
+        if policy.name == "dit" and grpo.dit_pull:
+            return policy.score_with_pull(chunk, grpo.dit_pull, reference, beta)
         if beta:
-            kl = self.options.grpo.dit_kl
-            return policy.score_with_reference(chunk, self.model.reference, kl)
+            new, found = policy.score_with_reference(chunk, reference, grpo.dit_kl)
+            return new, found | {"beta": beta}
         return policy.score(chunk), {}
 
     def step_if_finite(self, metrics: dict[str, dict[str, float]]) -> bool:
