@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import PROMPTS, read_json, small, told
+from helpers import PROMPTS, read_json, small, told, write_images
 
 from glm_grpo.data.rollout import SampleNames
 from glm_grpo.model.wrapper import GLMImageWrapper
@@ -51,6 +51,16 @@ def test_a_reward_without_differences_cannot_teach(folder, capsys):
     assert probe(folder) == 0
     assert "cannot teach" in capsys.readouterr().out
     assert read_json(folder / "probe/probe.json")["reward"]["shares"]["images"] == [None, None]
+
+
+def test_large_grids_of_an_edit_differ(folder):
+    "It has no preview, so all grids are compared as such."
+    write_images(folder / "source_images", [(40 * i, 90, 60) for i in range(3)])
+    assert probe(folder, "--mode", "i2i", "--previews", 2, "--grids", 2) == 0
+    record = read_json(folder / "probe/probe.json")["reward"]
+    rewards = torch.tensor(record["rewards"])
+    assert rewards.shape == (2, 1, 4, 2) and rewards.mean(3).std(2).min() > 0
+    assert record["shares"]["previews"][0] == 0
 
 
 @pytest.mark.parametrize("words", [["--num_prompts", "0"], ["--previews", "many"]])

@@ -142,7 +142,7 @@ def sample_all_tokens(self) -> Rollout:
     names, of_row = self.token_samples.names, self.token_samples.of_row
     prompt_of_sample = self.prompt_index[self.token_samples.first_rows]
     uniforms = named_uniforms(names, inputs.num_tokens)
-    if self.names.grids_per_preview > 1:
+    if self.names.grids_per_preview > 1 and len(inputs.grids) > 1:  # an edit has no preview
         previews, (height, width) = self.names.previews(), inputs.grids[0]
         shared = [previews[row] for row in self.token_samples.first_rows]
         uniforms[:, : height * width] = named_uniforms(shared, height * width)
