@@ -83,23 +83,25 @@ def check_same_metrics(a, b):
 
 
 @pytest.mark.parametrize(
-    "component, scale, mini_batches, twice, full, worlds",
+    "component, scale, mini_batches, twice, full, matching, worlds",
     [
-        ("ar", "batch", 3, True, False, [2, 4]),
-        ("dit", "group", 1, True, False, [2]),
-        ("ar", "batch", 3, True, True, [2]),
-        ("dit", "group", 1, False, True, [2]),
+        ("ar", "batch", 3, True, False, False, [2, 4]),
+        ("dit", "group", 1, True, False, False, [2]),
+        ("dit", "group", 1, True, False, True, [2]),
+        ("ar", "batch", 3, True, True, False, [2]),
+        ("dit", "group", 1, False, True, False, [2]),
     ],
 )
 def test_ranks_give_the_gradients_of_one_process(
-    tmp_path, component, scale, mini_batches, twice, full, worlds
+    tmp_path, component, scale, mini_batches, twice, full, matching, worlds
 ):
     """Also where a mini-batch has no sample of some rank (3 of 8 samples on 4 ranks), and where a
     prompt comes twice in a step. `full`: all weights, spread over the ranks (FSDP2); quoted words
     make the DiT's calls more on one rank than on the other."""
     last = PROMPTS[0] if twice else 'a sign "yes" on a red ground'
     out = str(tmp_path)
-    work = Work([*PROMPTS, last], out, component, scale, mini_batches=mini_batches, full=full)
+    how = {"mini_batches": mini_batches, "full": full, "matching": matching}
+    work = Work([*PROMPTS, last], out, component, scale, **how)
     one = train_on(1, work)
     if twice:
         wanted = 4 if component == "ar" else 2

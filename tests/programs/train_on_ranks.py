@@ -33,6 +33,7 @@ class Work:
     scale: str = "group"
     mini_batches: int = 1
     full: bool = False  # all weights, spread over the ranks, in place of LoRA
+    matching: bool = False  # the DiT learns from finished images, and no step adds noise
     fails: int | None = None  # the rank whose reward fails
     sources: bool = False  # each prompt edits an image; this takes fewer tokens
     model: str = "data/tiny-glm-image"
@@ -109,6 +110,8 @@ def make_trainer(work, ranks):
             samples[-1]["source"] = [Image.new("RGB", (64, 64), (40 * i, 90, 60))]
     loader = make_dataloader(samples, len(samples), rank=ranks.rank, world=ranks.world)
     noise = {"sde_type": "cps"} if work.component == "dit" else {}
+    if work.matching:
+        noise = {"dit_objective": "matching", "matching_times": 1}
     return MinimalGRPOTrainer(
         make_model(work, ranks),
         loader,
@@ -116,7 +119,7 @@ def make_trainer(work, ranks):
         group_size=2,
         height=64,
         width=64,
-        num_inference_steps=2,
+        num_inference_steps=4 if work.matching else 2,
         guidance_scale=1,
         temperature=3,
         top_p=1,
