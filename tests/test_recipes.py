@@ -58,3 +58,20 @@ def test_the_readmes_table_is_that_of_the_dry_run(path):
 def test_the_readme_names_the_assumptions():
     for share in (plan.FLOP_REACHED, plan.BANDWIDTH_REACHED):
         assert f"{100 * share:.0f} % of" in README
+
+
+def test_a_matched_image_is_learnt_without_guidance(published):
+    "As many decisions, each of one pass in place of two; sampling takes the same time."
+    words = ["--config", str(ROOT / "configs/real_dit_80gb.yaml"), "--rollout.window", "null"]
+    noisy = parse_args([*words, "--rollout.guidance_scale", "1.5"])
+    decisions = noisy.rollout.num_inference_steps - 1
+    matched = parse_args([*words, "--rollout.guidance_scale", "1.5"])
+    matched.rollout.dit_objective, matched.rollout.matching_times = "matching", decisions
+    names = "denoising steps to learn from"
+    assert count_work(matched, 1)[names] == count_work(noisy, 1)[names]
+    steps = [Step(config, published) for config in (noisy, matched)]
+    seconds, matched_seconds = (step_seconds(step, GPUS["H100"]) for step in steps)
+    assert matched_seconds["update"] == pytest.approx(seconds["update"] / 2)
+    assert matched_seconds["denoising"] == seconds["denoising"]
+    kept, matched_kept = (estimate_memory(step)["activations"] for step in steps)
+    assert matched_kept == kept // 2

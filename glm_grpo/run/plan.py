@@ -13,7 +13,7 @@ import math
 import re
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
@@ -41,7 +41,9 @@ def tokens_of(config: Config) -> int:
 
 
 def deciding_steps(config: Config) -> int:
-    "Denoising steps per image that the DiT learns from. The last step adds no noise."
+    "Decisions per image that the DiT learns from. Of noisy steps, the last adds no noise."
+    if config.rollout.dit_objective == "matching":
+        return config.rollout.matching_times
     noisy = max(0, config.rollout.num_inference_steps - 1)
     return min(config.rollout.window or noisy, noisy)
 
@@ -171,6 +173,10 @@ class Step:
             in_use=10 * width,
             passes=2 if config.rollout.guidance_scale > 1 else 1,
         )
+        self.learns = {"ar": self.ar, "dit": self.dit}  # the same in the update
+        if config.rollout.dit_objective == "matching":
+            passes = 2 if config.rollout.matching_guidance > 1 else 1
+            self.learns["dit"] = replace(self.dit, passes=passes)
         # frozen numbers that wait on the host while the other half works
         self.idle = {"ar": 0, "dit": 0}
         for half in self.idle if model.offload else ():
@@ -232,7 +238,7 @@ def estimate_memory(
     passing = {
         "gradients": 4 * trained // share,
         "sampling": max(tokens, images),
-        "activations": max(activations(step, getattr(step, half)) for half in step.trained),
+        "activations": max(activations(step, step.learns[half]) for half in step.trained),
     }
     sampling = sum(kept.values()) + passing["sampling"]
     update = sum(kept.values()) + passing["gradients"] + passing["activations"]
@@ -283,7 +289,8 @@ def step_seconds(
         several = updates * training.mini_batches > 1
         learnt += token_flop * (passes + several)
     if "dit" in step.trained:
-        learnt += image_flop * deciding_steps(config) * passes
+        decision_flop = step.images * forward_flop(step.learns["dit"])
+        learnt += decision_flop * deciding_steps(config) * passes
     products = FLOP_REACHED * gpu.flop
     return {
         "tokens": calls * read * step.bytes / (BANDWIDTH_REACHED * gpu.bandwidth),
