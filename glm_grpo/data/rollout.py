@@ -234,6 +234,7 @@ class SampleNames:
     samples: list[int]  # N: number of the token sample within its request
     images: list[int]  # N: number of the image within its token sample
     grids_per_preview: int = 1  # token samples that share their preview
+    own_noise: bool = False  # True: images of different token samples share no noise
 
     @classmethod
     def number(
@@ -266,7 +267,7 @@ class SampleNames:
         found = cls.number(
             seed, step, [r for r in requests for _ in range(previews * grids * images)], images
         )
-        return replace(found, grids_per_preview=grids)
+        return replace(found, grids_per_preview=grids, own_noise=True)
 
     @property
     def images_per_sample(self) -> int:
@@ -293,14 +294,20 @@ class SampleNames:
     ) -> list[str]:
         "Names of the noise that denoising starts from, which all samples of a request share."
         names = []
-        for request, image in zip(self.requests, self.images):
+        for request, sample, image in zip(self.requests, self.samples, self.images):
             own = "" if shared or image == 0 else f"|{image}"
+            if self.own_noise and not shared:
+                own = f"|{sample}|{image}"
             names.append(f"{self.prefix}|{request}|latents{own}")
         return names
 
     def step_noise(self) -> list[str]:
         "Names of the noise that the denoising steps add."
-        return [f"{self.prefix}|{r}|{m}|steps" for r, m in zip(self.requests, self.images)]
+        names = []
+        for request, sample, image in zip(self.requests, self.samples, self.images):
+            own = f"|{sample}" if self.own_noise else ""
+            names.append(f"{self.prefix}|{request}{own}|{image}|steps")
+        return names
 
     def window(self) -> str:
         "Name of the random position of the window."

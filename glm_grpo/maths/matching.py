@@ -58,7 +58,9 @@ def nft_terms(
     mix: float = 1.0,  # b: share of the policy in the mixed velocity
 ) -> tuple[Tensor, Tensor]:  # surrogate s [N] and pull k [N], float32
     """DiffusionNFT's loss in two parts: mean(-A s + c k) with advantages A within +-c (arXiv
-    2509.16117). s is 0 where the policy is the old one."""
+    2509.16117), which the caller clips. s is 0 where the policy is the old one. ValueError: mix."""
+    if not 0 < mix <= 1:
+        raise ValueError(f"mix {mix}: it must be above 0 and at most 1")
     old, x_t, x0 = old_velocity.detach().double(), x_t.double(), x0.double()
     t = _per_row(t, x0).view(-1, *[1] * (x0.dim() - 1))
     towards = mix * velocity.double() + (1 - mix) * old
@@ -78,7 +80,7 @@ def stratified_steps(
     count: int,  # D
     key: str,  # the same name gives the same steps, such as f"{seed}|{step}|times"
 ) -> list[int]:  # D different step numbers, rising
-    """The denoising steps at whose times an image is scored, one from each of D equal strata of the
+    """The denoising steps at whose times an image is scored, one from each of D strata of the
     schedule without its first step and its last tenth. AWM, arXiv 2509.25050, takes the same
     range. ValueError: there are fewer than D."""
     available: Sequence[int] = range(1, int(0.9 * num_steps))

@@ -21,9 +21,8 @@ from ..maths.noise import named_generator
 from ..model.tokens import check_prompt_lengths
 from ..rewards.weighted import Judging
 from .build import check_reward, each_reward, load_model, make_reward, open_data
-from .config import check_config
+from .config import Config, check_config, image_height_width
 from .command_line import Words, parse_args, run_command
-from .config import Config, image_height_width
 from .evaluation import without_nan
 from ..training.figures import ShownFigure, save_figure
 from ..training.interrupts import STATUSES
@@ -96,13 +95,16 @@ def variance_parts(
 def group_numbers(
     rewards: Tensor,  # [Q, P, K, M]
 ) -> dict[str, float]:
-    "Mean reward, mean of the best of P previews, and the share of prompts with equal rewards."
-    flat = rewards.flatten(1)
-    of_each_preview = rewards.flatten(2)  # [Q, P, K*M]: the n-th image of each
+    """Mean reward and mean of the best of P previews; the share of prompts whose previews have
+    equal rewards, and of token samples whose images have."""
+    # of an edit, which has no preview, the large grids are compared
+    tokens = rewards[:, 0] if rewards.shape[1] == 1 else rewards[:, :, 0]  # [Q, P, M] or [Q, K, M]
+    means = tokens.mean(2)
     return {
         "mean": rewards.mean().item(),
-        "best": of_each_preview.amax(1).mean().item(),
-        "equal": (flat == flat[:, :1]).all(1).float().mean().item(),
+        "best": tokens.amax(1).mean().item(),
+        "equal_tokens": (means == means[:, :1]).all(1).float().mean().item(),
+        "equal_images": (rewards == rewards[..., :1]).all(-1).float().mean().item(),
     }
 
 # %% ../../nbs/6_run/15_probe.ipynb #3145ab29
@@ -111,24 +113,28 @@ def advice(
     numbers: dict[str, float],  # of `group_numbers`
 ) -> str:
     "What the numbers suggest, in one or two sentences."
-    if numbers["equal"] == 1:
+    if numbers["equal_tokens"] == numbers["equal_images"] == 1:
         return (
             "This reward cannot teach this model here: all images of a prompt get the same "
             "reward. Take another reward or other prompts, or raise rollout.temperature."
         )
     images, error = parts["images"]
     if images - error > 0.5:
-        half = "dit: the images of the same tokens differ most"
+        found = "Train model.component dit: the images of the same tokens differ most."
     elif images + error < 0.1:
-        half = "ar: the images of the same tokens hardly differ"
+        found = "Train model.component ar: the images of the same tokens hardly differ."
+    elif images - error > 0.1:
+        found = "Train model.component both: tokens and images differ."
     else:
-        half = "both: tokens and images differ"
-    found = f"Train model.component {half}."
-    if numbers["equal"] > 0.3:
+        found = (
+            "Whether images of the same tokens differ enough to train the DiT is not decided: "
+            "raise --num_prompts or --images."
+        )
+    if numbers["equal_tokens"] > 0.3:
         found += (
-            f" {numbers['equal']:.0%} of the prompts teach nothing, because all their images get "
-            "the same reward: raise rollout.temperature or reward.grpo.group_size, or leave out "
-            "prompts that are too easy or too hard."
+            f" {numbers['equal_tokens']:.0%} of the prompts give all previews the same reward: "
+            "raise rollout.temperature or reward.grpo.group_size, or leave out prompts that are "
+            "too easy or too hard."
         )
     return found
 
@@ -176,6 +182,8 @@ def sample_trees(
         scored = rewards.flatten(1).isfinite().all(1)  # NaN: a part has nothing to score
         if scored.any():
             trees[name] = rewards[scored]
+    if "reward" not in trees and not any(name.endswith("/reward") for name in trees):
+        raise UserError("The reward scored none of the probed prompts. Give others, or more.")
     if len(trees) == 2:  # a sum of one part is that part
         trees = dict(list(trees.items())[:1])
     return trees
@@ -204,7 +212,7 @@ def shares_figure(
 PROGRAM = "python -m glm_grpo.probe"
 OWN = {  # options of this program alone -> default, help
     "num_prompts": (16, "training prompts to probe"),
-    "previews": (4, "previews of each prompt; image to image has no preview: 1"),
+    "previews": (4, "previews of each prompt; an edit has none, but previews x grids large grids"),
     "grids": (2, "large grids of each preview"),
     "images": (2, "images of the tokens of each large grid"),
 }
@@ -224,19 +232,25 @@ def help_text() -> str:
 
 
 def whole_number(name: str, text: str | None) -> int:
-    "The value of an option of this program. UserError: not a number of at least 1."
+    "The value of an option of this program. UserError: fewer than two cannot be compared."
     if text is None:
         return OWN[name][0]
-    if not text.isdecimal() or int(text) < 1:
-        raise UserError(f"--{name} {text}: give a whole number of at least 1.")
+    if not text.isdecimal() or int(text) < 2:
+        raise UserError(f"--{name} {text}: give a whole number of at least 2.")
     return int(text)
 
 
-def tell(name: str, parts: dict[str, tuple[float, float]], numbers: dict[str, float]) -> str:
-    "The numbers of one reward, as a text."
-    lines = [f"{name}: mean {numbers['mean']:.4f}, best of the previews {numbers['best']:.4f}, "]
-    lines[0] += f"{numbers['equal']:.0%} of the prompts without any difference"
-    for level in LEVELS:
+def tell(name: str, rewards: Tensor, parts: dict[str, tuple[float, float]]) -> str:
+    "The numbers of one reward, as a text. rewards: [Q, P, K, M]."
+    numbers, has_previews = group_numbers(rewards), rewards.shape[1] > 1
+    compared = "previews" if has_previews else "large grids"
+    lines = [
+        f"{name}, {len(rewards)} prompts: mean {numbers['mean']:.4f}, best of the {compared} "
+        f"{numbers['best']:.4f}",
+        f"  equal rewards: {compared} of {numbers['equal_tokens']:.0%} of the prompts, images of "
+        f"{numbers['equal_images']:.0%} of the token samples",
+    ]
+    for level in LEVELS if has_previews else ("prompts", "large grids", "images"):
         share, error = parts[level]
         of = "the variance" if level == "prompts" else "that within a prompt"
         lines.append(f"  between {level:12} {share:6.3f} +- {error:.3f} of {of}")
@@ -267,7 +281,7 @@ def probe_command(argv: list[str]) -> int:
     found, record = {}, {"options": numbers}
     for name, rewards in trees.items():
         found[name], of_groups = variance_parts(rewards), group_numbers(rewards)
-        print(tell(name, found[name], of_groups))
+        print(tell(name, rewards, found[name]))
         shares = dict(zip(LEVELS, without_nan(list(found[name].values()))))
         record[name] = {"shares": shares, **of_groups, "rewards": rewards.tolist()}
     with atomic_write(out / "probe.json") as f:
