@@ -207,11 +207,17 @@ def test_training_starts_at_ratio_1_and_does_not_depend_on_micro_batches(model):
 
 
 def test_the_update_finds_old_log_probs_itself_after_the_first_step(model):
-    "From the second step on nothing is scored at collection, and the same is learnt."
-    trainer, learnt = train(model, green, steps=2)
-    assert trainer.collector.last_rollout.latents_logprobs is None
-    _, scored = train(model, green, steps=2, allow_ratio_gap=True)
-    torch.testing.assert_close(learnt, scored)
+    "Then nothing is scored at collection, and loss and gradient are those of a scored rollout."
+    trainer, _ = train(model, green)
+    found = []
+    for at_once in (True, False):
+        experience = trainer.collect({"prompts": PROMPTS[:1]}, at_once=at_once)
+        assert (experience.rollout.latents_logprobs is None) == at_once
+        trainer.last_experience = experience
+        found.append(trainer.gradients(next(trainer.minibatches(experience)))["dit"])
+        trainer.optimizer.zero_grad()
+    unscored, scored = (metrics["grad_norm"] for metrics in found)
+    assert unscored == pytest.approx(scored, rel=1e-5) and scored > 0
 
 
 def test_equal_rewards_move_nothing(model):

@@ -118,6 +118,11 @@ def advice(
             "This reward cannot teach this model here: all images of a prompt get the same "
             "reward. Take another reward or other prompts, or raise rollout.temperature."
         )
+    if numbers["equal_tokens"] > 0.9 and numbers["equal_images"] > 0.9:
+        return (
+            "Nearly all groups get equal rewards, so this reward can teach little here. Take "
+            "another reward, prompts of another difficulty, or raise rollout.temperature."
+        )
     images, error = parts["images"]
     if images - error > 0.5:
         found = "Train model.component dit: the images of the same tokens differ most."
