@@ -258,6 +258,12 @@ def test_a_silent_connection_is_closed(monkeypatch):
         assert line.recv(1) == b""
 
 
+def test_a_server_that_is_woken_twice_closes():
+    with serve(redness) as server:
+        pull = server.http.trigger._physical_pull
+        server.http.trigger._physical_pull = lambda: (pull(), time.sleep(0.2), pull())
+
+
 def test_one_request_at_a_time_is_decoded_and_scored(monkeypatch):
     working, most, decode_images = [], [], remote.decode_images
 

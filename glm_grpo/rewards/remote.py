@@ -257,9 +257,12 @@ class RewardServer:
         "Stop the server. A batch in progress has five seconds to finish."
         from waitress.wasyncore import close_all
 
+        sockets, opened = {}, self.http._map
         self.http.task_dispatcher.shutdown()
-        self.http.trigger.pull_trigger(lambda: close_all(self.http._map))  # ends `run`
+        # An empty map ends `run`. Another thread may have woken it already: close nothing before.
+        self.http.trigger.pull_trigger(lambda: (sockets.update(opened), opened.clear()))
         self.thread.join()
+        close_all(sockets)
 
     def __enter__(self) -> "RewardServer":
         return self
