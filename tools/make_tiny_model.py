@@ -31,9 +31,9 @@ from glm_grpo.data import scenes
 from glm_grpo.data.basics import atomic_dir
 from glm_grpo.data.images import pil_to_tensor
 from glm_grpo.data.scenes import GROUNDS, PLACES, SIDE, SIGN, Drawings, Scene
-from glm_grpo.model.latents import latent_statistics
+from glm_grpo.model.latents import Source, latent_statistics, source_cache
 from glm_grpo.model.loading import load_pipeline
-from glm_grpo.model.latents import Source, source_cache
+from glm_grpo.model.memory import PUBLISHED
 from glm_grpo.model.tiny_model import make_pipeline
 from glm_grpo.model.tokens import prepare_prompts, upsample_tokens
 
@@ -44,6 +44,57 @@ bfloat16 = partial(torch.autocast, "cpu", torch.bfloat16)
 BATCH, CAPTIONS = 48, 32  # images of a step of the DiT, and edits of the AR; its captions
 LEFT, TOP, RIGHT, BOTTOM = (v // 8 for v in SIGN)
 SIGN_AREA = (slice(None), slice(TOP, BOTTOM), slice(LEFT, RIGHT))  # of latents [C, 16, 16]
+
+TINY = {
+    "ar": {
+        "text_config": PUBLISHED["ar"]["text_config"]
+        | {
+            "vocab_size": 1548,
+            "hidden_size": 192,
+            "intermediate_size": 512,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 3,
+            "num_key_value_heads": 1,
+            "max_position_embeddings": 4096,
+            "vision_vocab_size": 1032,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 8.0,
+                "partial_rotary_factor": 0.5,
+                "mrope_section": [4, 6, 6],
+            },
+        },
+        "vision_config": {
+            "depth": 1,
+            "hidden_size": 64,
+            "num_heads": 2,
+            "image_size": 256,
+            "patch_size": 16,
+            "intermediate_size": 128,
+        },
+        "vq_config": {"embed_dim": 64, "num_embeddings": 1024, "latent_channels": 64},
+    },
+    "dit": PUBLISHED["dit"]
+    | {
+        "num_layers": 5,
+        "attention_head_dim": 32,
+        "num_attention_heads": 5,
+        "text_embed_dim": 64,
+        "time_embed_dim": 64,
+        "condition_dim": 32,
+        "prior_vq_quantizer_codebook_size": 1024,
+    },
+    "byt5": PUBLISHED["byt5"]
+    | {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4},
+    "vae": PUBLISHED["vae"]
+    | {
+        "block_out_channels": [16, 32, 64, 64],
+        "layers_per_block": 1,
+        "norm_num_groups": 8,
+        "sample_size": SIDE,
+        "mid_block_add_attention": True,
+    },
+}
 
 
 # Pictures, captions and edits
@@ -458,7 +509,7 @@ def make_tiny() -> tuple[GlmImagePipeline, dict]:
     pictures = all_pictures()
     captions = Captions(pictures, 0)
     texts = [captions.caption(i, word) for i, word in zip(*captions.sample(4000))]
-    pipe = make_pipeline(captions=texts)
+    pipe = make_pipeline(TINY, texts)
     ar, vae = pipe.vision_language_encoder, pipe.vae
     print(f"drawing {len(pictures)} pictures and fitting the codebook", flush=True)
     drawn = [picture.draw() for picture in pictures]
