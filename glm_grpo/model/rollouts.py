@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..data.basics import UserError, patch_to
+from ..data.basics import UserError, check_options, patch_to
 from ..data.loader import source_lists
 from ..data.rollout import Rollout, RolloutOptions, SampleNames
 from ..maths.matching import stratified_steps
@@ -54,7 +54,8 @@ def complete_options(
     changes: dict,  # fields of RolloutOptions
     model: "GLMImageWrapper",  # noqa: F821  for what is not given
 ) -> RolloutOptions:
-    "Options with changed fields and the model's own defaults. TypeError: unknown field."
+    """Options with changed fields and the model's own defaults. TypeError: unknown field.
+    UserError: a wrong value."""
     if options is None:
         own = model.image_defaults
         options = RolloutOptions(own["num_inference_steps"], own["guidance_scale"])
@@ -63,6 +64,7 @@ def complete_options(
         options = replace(options, temperature=own.temperature or 1.0)
     if options.top_p is None:
         options = replace(options, top_p=own.top_p or 1.0)
+    check_options(options)
     return options
 
 
