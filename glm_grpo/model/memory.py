@@ -9,6 +9,8 @@ __all__ = ['PUBLISHED', 'SUBFOLDERS', 'build_part', 'random_pipeline', 'local_fo
 
 # %% ../../nbs/3_model/16_memory.ipynb #n003
 import contextlib
+import importlib.resources
+import json
 import math
 import warnings
 import weakref
@@ -29,73 +31,10 @@ from glm_grpo.model.loading import (
 )
 
 # %% ../../nbs/3_model/16_memory.ipynb #z_n006
-PUBLISHED = {}
-PUBLISHED["ar"] = {
-    "text_config": {
-        "hidden_size": 4096,
-        "num_hidden_layers": 40,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 2,
-        "intermediate_size": 13696,
-        "vocab_size": 168064,
-        "vision_vocab_size": 16512,
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": 10000.0,
-            "mrope_section": [8, 12, 12],
-            "partial_rotary_factor": 0.5,
-        },
-    },
-    "vision_config": {
-        "depth": 40,
-        "hidden_size": 1536,
-        "num_heads": 16,
-        "patch_size": 16,
-        "intermediate_size": 6144,
-    },
-    "vq_config": {"num_embeddings": 16384, "embed_dim": 2048, "latent_channels": 1536},
-}
+_FILE = importlib.resources.files("glm_grpo.model").joinpath("published.json")
+PUBLISHED = json.loads(_FILE.read_text("utf-8"))  # ar, dit, vae, byt5
 
 # %% ../../nbs/3_model/16_memory.ipynb #z_n013
-PUBLISHED["dit"] = {
-    "num_layers": 30,
-    "num_attention_heads": 32,
-    "attention_head_dim": 128,
-    "patch_size": 2,
-    "in_channels": 16,
-    "out_channels": 16,
-    "text_embed_dim": 1472,
-    "time_embed_dim": 512,
-    "condition_dim": 256,
-    "prior_vq_quantizer_codebook_size": 16384,
-}
-PUBLISHED["vae"] = {
-    "down_block_types": ["DownEncoderBlock2D"] * 4,
-    "up_block_types": ["UpDecoderBlock2D"] * 4,
-    "block_out_channels": [128, 512, 1024, 1024],
-    "layers_per_block": 3,
-    "latent_channels": 16,
-    "norm_num_groups": 32,
-    "sample_size": 1024,
-    "mid_block_add_attention": False,
-    "use_quant_conv": False,
-    "use_post_quant_conv": False,
-    "latents_mean": [0.0] * 16,
-    "latents_std": [1.0] * 16,
-    "scaling_factor": 1.0,
-}
-PUBLISHED["byt5"] = {
-    "vocab_size": 384,
-    "d_model": 1472,
-    "d_kv": 64,
-    "d_ff": 3584,
-    "num_layers": 12,
-    "num_heads": 6,
-    "feed_forward_proj": "gated-gelu",
-    "dropout_rate": 0.0,
-}
-
-
 def build_part(
     part: str,  # "ar", "dit", "vae" or "byt5"
     config: dict,  # arguments of its configuration
