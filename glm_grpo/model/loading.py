@@ -115,11 +115,11 @@ def pick_device(
         device = "cuda" if torch.cuda.is_available() else gpu
     try:
         found = torch.empty(0, device=device).device
-    except (RuntimeError, TypeError, AssertionError) as error:
+    except (RuntimeError, TypeError, AssertionError):
         raise UserError(
-            f"device '{device}': unknown, or not on this machine ({_cause(error)}). Give one of "
-            "cuda, cuda:1, mps and cpu, or leave model.device out to take the best that there is. "
-            "The model is not spread over devices; offload=True and training.shard save memory."
+            f"device '{device}': unknown, or not on this machine. Give one of cuda, cuda:1, mps "
+            "and cpu, or leave model.device out to take the best that there is. The model is not "
+            "spread over devices; offload=True and training.shard save memory."
         ) from None
     return found
 
