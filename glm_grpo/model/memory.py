@@ -22,13 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from ..data.basics import UserError, bundled
-from glm_grpo.model.loading import (
-    check_model_folder,
-    is_hub_id,
-    load_pipeline,
-    quiet,
-    read_settings,
-)
+from .loading import check_model_folder, is_hub_id, load_pipeline
+from .loading import quiet, read_settings
 
 # %% ../../nbs/3_model/16_memory.ipynb #z_n006
 _FILE = importlib.resources.files("glm_grpo.model").joinpath("published.json")
