@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from glm_grpo.model.adapters import LoraOptions, add_lora
 from glm_grpo.model.denoise import make_conditions, predict_velocity
-from glm_grpo.model.memory import PUBLISHED, build_ar, build_part, published_layout
+from glm_grpo.model.memory import PUBLISHED, build_part, layout_of
 from glm_grpo.run.command_line import parse_args
 from glm_grpo.run.plan import Step, forward_flop
 
@@ -35,9 +35,7 @@ class Count(TorchDispatchMode):
 
 
 def build_dit(layers=30):
-    # diffusers' own `to` warns of layers that should stay float32, even if there are none
-    dit = build_part("dit", PUBLISHED["dit"] | {"num_layers": layers})
-    return torch.nn.Module.to(dit, torch.bfloat16)
+    return build_part("dit", PUBLISHED["dit"] | {"num_layers": layers}, dtype=torch.bfloat16)
 
 
 @torch.no_grad()
@@ -70,7 +68,7 @@ def recipe():
     "`real_both_80gb` with the sizes that are counted: 64 prompt tokens, 32 rows at a time."
     words = "--config configs/real_both_80gb.yaml --rollout.token_batch_size 32"
     config = parse_args([*words.split(), "--training.batch_size", "4"])
-    return Step(config, published_layout())
+    return Step(config, layout_of(PUBLISHED))
 
 
 def test_the_dry_runs_formulas_agree_with_the_counts(recipe):
@@ -84,7 +82,7 @@ def test_the_dry_runs_formulas_agree_with_the_counts(recipe):
 def test_the_formula_of_an_ar_pass_agrees_with_the_count(recipe):
     config = copy.deepcopy(PUBLISHED["ar"])
     config["text_config"]["num_hidden_layers"] = 4
-    text_model = build_ar(config).model.language_model
+    text_model = build_part("ar", config, dtype=torch.bfloat16).model.language_model
     positions = torch.empty(3, 1, recipe.ar.tokens, dtype=torch.long, device="meta")
     embedded = torch.empty(1, recipe.ar.tokens, 4096, dtype=torch.bfloat16, device="meta")
     with torch.no_grad(), FlopCounterMode(display=False) as counter:

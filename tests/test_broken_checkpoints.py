@@ -150,7 +150,7 @@ def test_a_broken_adapter_is_named_and_changes_nothing(adapter, tmp_path):
         assert "\n" not in message
         shutil.rmtree(broken)
     assert all(map(torch.equal, before, model.get_trainable_parameters()))
-    assert read_adapter(path).rank == 2
+    assert read_adapter(path)[0]["rank"] == 2
 
 
 def test_full_weights_that_are_not_finite_are_refused(tmp_path):

@@ -161,7 +161,7 @@ def test_log_probs_want_no_mask():
             refusal(call, rollout, rollout["token_ids"]),
             refusal(call, rollout, attention_mask=rollout["token_ids"]),
         ):
-            assert f"attention_mask: a rollout has its own masks: call {call.__name__}(" in message
+            assert "attention_mask: a rollout has its own masks" in message
 
 
 def test_the_models_parts_have_the_plans_names():
@@ -185,7 +185,7 @@ def test_a_device_map_of_one_device_is_that_device(device_map, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"device_map": {"": 0}}, "is not spread over devices. Give one device"),
+        ({"device_map": {"": 0}}, "is not spread over devices"),
         ({"device_map": "tpu"}, "device 'tpu': unknown"),
         ({"device": "cpu", "device_map": "cuda:0"}, "differ. Give one"),
         ({"torch_dtype": torch.float16}, "float16 cannot train all weights"),

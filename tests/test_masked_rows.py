@@ -130,19 +130,9 @@ def test_a_batch_of_one_prompt_needs_no_mask(model, inputs, kernel, index, fixed
     assert torch.equal(alone, together[: len(index)]) and logprobs.isfinite().all()
 
 
-def test_the_ratio_is_one_where_lengths_differ(model, inputs):
-    ids, new = sample_and_score(model, inputs, INDEX)
-    with torch.no_grad():
-        old = score_tokens(model.ar, inputs, INDEX, ids, 1.5)
-        alone = score_tokens(model.ar, inputs, INDEX[:2], ids[:2], 1.5)
-    assert torch.equal((new - old).exp(), torch.ones_like(old))
-    assert torch.allclose(alone, old[:2], atol=1e-4)  # trimmed: rounded differently, no more
-
-
-@pytest.mark.parametrize("component", ("ar", "both"))
-def test_a_training_step_stays_finite(kernel, component):
+def test_a_training_step_stays_finite(kernel):
     lora = {"rank": 2}
-    model = GLMImageWrapper(FOLDER, component, torch_dtype="float32", device="cpu", lora=lora)
+    model = GLMImageWrapper(FOLDER, "both", torch_dtype="float32", device="cpu", lora=lora)
 
     def brightness(images):
         return images.mean((1, 2, 3))

@@ -3,7 +3,7 @@
 import pytest
 from helpers import ROOT, read_json
 
-from glm_grpo.model.memory import published_layout
+from glm_grpo.model.memory import PUBLISHED, layout_of
 from glm_grpo.run.command_line import parse_args
 from glm_grpo.run.plan import Step, estimate_memory
 
@@ -16,7 +16,7 @@ def name_of(run):
 
 @pytest.fixture(scope="module")
 def published():
-    return published_layout()
+    return layout_of(PUBLISHED)
 
 
 @pytest.mark.parametrize("run", SIMULATED["runs"], ids=name_of)

@@ -6,7 +6,7 @@ import re
 import pytest
 from helpers import ROOT
 
-from glm_grpo.model.memory import published_layout
+from glm_grpo.model.memory import PUBLISHED, layout_of
 from glm_grpo.run import plan
 from glm_grpo.run.command_line import parse_args
 from glm_grpo.run.plan import GPUS, Step, count_work, estimate_memory, read_machine, step_seconds
@@ -25,7 +25,7 @@ def row_of(name):
 
 @pytest.fixture(scope="module")
 def published():
-    return published_layout()
+    return layout_of(PUBLISHED)
 
 
 @pytest.mark.parametrize("path", REAL, ids=lambda path: path.stem)

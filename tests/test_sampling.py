@@ -11,15 +11,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from peft import LoraConfig, get_peft_model
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GlmImageForConditionalGeneration, GlmImageProcessor
 
-from glm_grpo.data.basics import UserError
 from glm_grpo.maths.noise import named_uniforms
-from glm_grpo.model.decode_step import LayerParts, called_product, merged_product
-from glm_grpo.model.sampling import SamplingLoop, sample_token_ids, sample_tokens
+from glm_grpo.model.sampling import Decisions, SamplingLoop, sample_token_ids, sample_tokens
 from glm_grpo.model.sampling import unpack_kept
 from glm_grpo.model.scoring import score_tokens
-from glm_grpo.model.tokens import language_model_parts, prepare_prompts
+from glm_grpo.model.tokens import prepare_prompts, trim
 
 FOLDER = Path(__file__).parents[1] / "data/tiny-glm-image"
 PROMPTS = [
@@ -186,8 +185,7 @@ def test_forbidden_outputs_change_nothing(ar, inputs, uniforms, sampled, K):
 
 
 @pytest.mark.parametrize("adapted", (False, True))
-@pytest.mark.parametrize("fixed", (False, True))
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("fixed, setting", [(False, "hot"), (True, "wide")])
 def test_the_loop_records_the_logprobs_of_scoring(
     ar, tuned, inputs, uniforms, setting, fixed, adapted
 ):
@@ -225,20 +223,11 @@ def test_no_state_is_read_or_changed(ar, inputs, uniforms, sampled):
     assert model.model._prefill_len == 3 and model.model.rope_deltas.tolist() == [[1]]
 
 
-def test_adapter_merged_called_and_off(ar, tuned, inputs, uniforms, sampled):
+def test_an_adapter_can_be_switched_off(ar, tuned, inputs, uniforms, sampled):
     temperature, top_p, token_ids, kept = sampled
-    layers = [language_model_parts(model)[1].layers[0] for model in (tuned, ar)]
-    x = torch.randn(
-        5, ar.config.text_config.hidden_size, generator=torch.Generator().manual_seed(0)
-    )
     with torch.no_grad():
-        merged = LayerParts(layers[0], merged_product).qkv(x)
-        assert torch.allclose(merged, LayerParts(layers[0], called_product).qkv(x), atol=1e-4)
-        plain = LayerParts(layers[1], merged_product).qkv(x)
-        assert (merged - plain).abs().max() > 0.01
         with_adapter, _, _ = sample_tokens(tuned, inputs, INDEX, uniforms, temperature, top_p)
         with tuned.disable_adapter():
-            assert torch.equal(LayerParts(layers[0], merged_product).qkv(x), plain)
             without = sample_tokens(tuned, inputs, INDEX, uniforms, temperature, top_p)
             reference = score_tokens(tuned, inputs, INDEX, token_ids, temperature, kept)
         old = score_tokens(ar, inputs, INDEX, token_ids, temperature, kept)
@@ -247,12 +236,30 @@ def test_adapter_merged_called_and_off(ar, tuned, inputs, uniforms, sampled):
     assert (with_adapter != token_ids).any()
 
 
-@pytest.mark.parametrize(
-    "options", [{"temperature": 0}, {"temperature": float("nan")}, {"top_p": 1.5}]
-)
-def test_refused_options(ar, inputs, uniforms, options):
-    with pytest.raises(UserError, match=f"{next(iter(options))} is"):
-        sample_tokens(ar, inputs, INDEX, uniforms, **options)
+class Operations(TorchDispatchMode):
+    "Names of all operations that are no views."
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if not function.is_view:
+            self.names.append(function.overloadpacket.__name__)
+        return function(*args, **(kwargs or {}))
+
+
+@torch.no_grad()
+def test_a_step_has_few_operations(ar, tuned, inputs, uniforms):
+    "Per layer 26 with adapters and 18 without, and four norms: one operation each on CUDA."
+    num_layers = len(ar.model.language_model.layers)
+    for model, in_layer in ((ar, 18), (tuned, 28)):
+        loop = SamplingLoop(model, trim(inputs), torch.tensor(INDEX), fixed_shapes=True)
+        decisions = Decisions(loop, uniforms, *SETTINGS["wide"])
+        with Operations() as done:
+            decisions.step()
+        most = 8 * (4 * num_layers + 1) + in_layer * num_layers + 45
+        assert len(done.names) <= most, sorted(done.names)
 
 
 # ---- scoring

@@ -39,9 +39,8 @@ from .. import plain
 from ..data.basics import UserError, atomic_write
 from ..data.prompts import read_lines
 from ..model.loading import pick_device
-from ..model.memory import PUBLISHED
+from ..model.memory import PUBLISHED, random_pipeline
 from ..model.sampling import sample_tokens
-from ..model.tiny_model import make_pipeline
 from ..model.tokens import prepare_prompts
 from ..model.wrapper import GLMImageWrapper
 from ..training.experience import PeakMemory
@@ -243,7 +242,7 @@ def save_table(
 # %% ../../nbs/7_bench/09_bench.ipynb #xn008
 def build_model(sizes: dict, device: str) -> GLMImageWrapper:
     "Both halves of a pipeline without files, with adapters, ready to train."
-    pipe = make_pipeline(sizes, device=device, dtype=torch.bfloat16)
+    pipe = random_pipeline(sizes, device, torch.bfloat16)
     both = {"component": "both", "lora": True, "gradient_checkpointing": True}
     home = sys.modules[GLMImageWrapper.__module__]
     with unittest.mock.patch.object(home, "load_pipeline", lambda *_: pipe):

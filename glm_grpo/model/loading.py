@@ -21,6 +21,13 @@ from torch import Tensor
 from ..data.basics import UserError, bundled
 
 # %% ../../nbs/3_model/08_loading.ipynb #n008
+def _cause(error: Exception) -> str:
+    "The type of an error and the first line of its message."
+    lines = str(error).strip().splitlines()
+    kind = type(error).__name__
+    return f"{kind}: {lines[0].rstrip('.')[:300]}" if lines else kind
+
+
 _AGAIN = "Download the model again; data/tiny-glm-image comes with the repository."
 
 
@@ -103,27 +110,18 @@ def pick_device(
         if device is not None and str(device) != str(device_map):
             raise UserError(f"device '{device}' and device_map '{device_map}' differ. Give one.")
         device = device_map
-    there = {
-        "cuda": torch.cuda.device_count() if torch.cuda.is_available() else 0,
-        "mps": int(torch.backends.mps.is_available()),
-        "cpu": 1,
-    }
-    name = device or next(kind for kind, number in there.items() if number)
+    if device is None:
+        gpu = "mps" if torch.backends.mps.is_available() else "cpu"
+        device = "cuda" if torch.cuda.is_available() else gpu
     try:
-        device = torch.device(name)
-    except (RuntimeError, TypeError):
+        found = torch.empty(0, device=device).device
+    except (RuntimeError, TypeError, AssertionError):
         raise UserError(
-            f"device '{name}': unknown. Take cuda, cuda:1, mps or cpu. The model is not spread "
-            "over devices. Give one device; offload=True and training.shard save memory on it."
+            f"device '{device}': unknown, or not on this machine. Give one of cuda, cuda:1, mps "
+            "and cpu, or leave model.device out to take the best that there is. The model is not "
+            "spread over devices; offload=True and training.shard save memory."
         ) from None
-    if (device.index or 0) >= there.get(device.type, 0):
-        raise UserError(
-            f"device '{device}': not on this machine. "
-            "Leave model.device out to take the best that there is."
-        )
-    if device.type == "cuda" and device.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return device
+    return found
 
 # %% ../../nbs/3_model/08_loading.ipynb #n020
 def pick_dtype(
@@ -177,17 +175,20 @@ def is_hub_id(
     return re.fullmatch(r"[\w.-]+/[\w.-]+", str(name)) is not None
 
 # %% ../../nbs/3_model/08_loading.ipynb #n028
-def _cause(error: Exception) -> str:
-    "The type of an error and the first line of its message."
-    lines = str(error).strip().splitlines()
-    kind = type(error).__name__
-    return f"{kind}: {lines[0].rstrip('.')[:300]}" if lines else kind
-
-
-def _check_hub(name: str, revision: str | None) -> None:
-    "UserError: the hub has no such model or does not respond, or the class is another one."
+def download_model(
+    model_name: str | Path,  # folder, or hub id: then 35 GB are downloaded once
+    revision: str | None = None,  # of a hub id: branch, tag or commit; None: the newest
+) -> Path:  # the folder of its files
+    "Download missing files. UserError: the hub has no such model, or the download failed."
+    if not is_hub_id(model_name):
+        if revision:
+            fix = "Leave model.revision out, or give a hub id."
+            raise UserError(f"{model_name}: a folder has no revision. {fix}")
+        return bundled(Path(model_name).expanduser())
+    from diffusers import GlmImagePipeline
     from huggingface_hub import hf_hub_download
 
+    name = str(model_name)
     try:
         index = hf_hub_download(name, "model_index.json", revision=revision)
     except Exception as error:
@@ -197,29 +198,17 @@ def _check_hub(name: str, revision: str | None) -> None:
             "Fix the name, log in (hf auth login) or go online once."
         ) from None
     check_model_index(index, name)
-
-
-def download_model(
-    model_name: str | Path,  # a folder: then there is nothing to do
-    revision: str | None = None,  # branch, tag or commit of the hub; None: the newest
-) -> None:
-    "Download missing files. UserError: the hub has no such model, or the download failed."
-    if not is_hub_id(model_name):
-        return
-    from diffusers import GlmImagePipeline
-
-    _check_hub(str(model_name), revision)
     try:
-        GlmImagePipeline.download(str(model_name), revision=revision)
+        return Path(GlmImagePipeline.download(name, revision=revision, use_safetensors=True))
     except Exception as error:
         raise UserError(
-            f"{model_name}: the download failed ({_cause(error)}). "
+            f"{name}: the download failed ({_cause(error)}). "
             "Run the command again: it continues where it stopped."
         ) from error
 
 # %% ../../nbs/3_model/08_loading.ipynb #ce3e58a
 def load_pipeline(
-    model_name: str | Path,  # folder, or hub id: then 35 GB are downloaded once
+    model_name: str | Path,  # folder or hub id, as `download_model`
     torch_dtype: torch.dtype = torch.float32,
     device: str | torch.device = "cpu",
     revision: str | None = None,  # of a hub id: branch, tag or commit; None: the newest
@@ -227,26 +216,12 @@ def load_pipeline(
     "Load a GLM-Image. UserError: no such model, another kind of model, missing or broken files."
     from diffusers import GlmImagePipeline
 
-    online = is_hub_id(model_name)
-    if online:
-        source = str(model_name)
-        _check_hub(source, revision)
-    elif revision:
-        raise UserError(
-            f"{model_name}: a folder has no revision. Leave model.revision out, or give a hub id."
-        )
-    else:
-        source = bundled(Path(model_name).expanduser())
-        check_model_folder(source)
+    folder = download_model(model_name, revision)
+    check_model_folder(folder)
+    options = {"local_files_only": True, "use_safetensors": True}
     try:
         with quiet():
-            pipe = GlmImagePipeline.from_pretrained(
-                str(source),
-                torch_dtype=torch_dtype,
-                local_files_only=not online,
-                use_safetensors=True,
-                revision=revision,
-            )
+            pipe = GlmImagePipeline.from_pretrained(folder, torch_dtype=torch_dtype, **options)
     except Exception as error:
         raise UserError(
             f"{model_name}: its files do not load ({_cause(error)}). "
@@ -268,15 +243,12 @@ def load_prompt_parts(
 
     read_settings(Path(folder, "vision_language_encoder/config.json"), "text_config")
     options = {"local_files_only": True, "trust_remote_code": False}
-    part = "processor"
     try:
-        processor = GlmImageProcessor.from_pretrained(Path(folder, part), **options)
-        part = "vision_language_encoder"
-        config = GlmImageConfig.from_pretrained(Path(folder, part), **options)
+        processor = GlmImageProcessor.from_pretrained(folder, subfolder="processor", **options)
+        options["subfolder"] = "vision_language_encoder"
+        config = GlmImageConfig.from_pretrained(folder, **options)
     except Exception as error:
-        raise UserError(
-            f"{folder}/{part}: its files do not load ({_cause(error)}). {_AGAIN}"
-        ) from error
+        raise UserError(f"{folder}: its files do not load ({_cause(error)}). {_AGAIN}") from error
     return SimpleNamespace(processor=processor, ar=SimpleNamespace(config=config))
 
 # %% ../../nbs/3_model/08_loading.ipynb #n029f

@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from ..data.basics import UserError
 from .decode_step import CudaGraphs, LayerParts, StepCounter
 from .decode_step import called_product, merged_product
 from .decode_step import recorder_for, repeat, rms_norm
@@ -338,11 +337,7 @@ def sample_tokens(
     fixed_shapes: bool | None = None,
     recorder: CudaGraphs | None = None,  # of the steps; None: CUDA graphs on CUDA
 ) -> SampledTokens:
-    "Sample exactly the T tokens of N samples. Raises UserError: temperature, top_p out of range."
-    if not temperature > 0:
-        raise UserError(f"temperature is {temperature}, but must be above 0 (default: 0.9)")
-    if not 0 < top_p <= 1:
-        raise UserError(f"top_p is {top_p}, but must be above 0 and at most 1 (1: off)")
+    "Sample exactly the T tokens of N samples."
     device = inputs.input_ids.device
     prompt_index = torch.as_tensor(prompt_index, device=device)
     fixed = device.type == "cuda" if fixed_shapes is None else fixed_shapes

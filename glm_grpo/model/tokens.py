@@ -81,13 +81,9 @@ class PromptInputs:
     position_ids: Tensor  # [3, P, L] int64
     decode_position_ids: Tensor  # [3, P, T] int64, positions of the tokens to sample
     grids: list[Grid]  # in order of generation: preview, large (image-to-image: large only)
+    lengths: list[int]  # tokens of each prompt, on the host: reading them waits for no device
     # image-to-image: for each prompt a list of (token ids [h*w] int64, (h, w)), one per source
     sources: list[list[tuple[Tensor, Grid]]] | None = None
-    lengths: list[int] | None = None  # tokens of each prompt; None: counted in the mask
-
-    def __post_init__(self):
-        if self.lengths is None:  # kept on the host: reading them does not wait for the device
-            self.lengths = self.attention_mask.sum(1, dtype=torch.long).tolist()
 
     @property
     def num_tokens(self) -> int:
@@ -100,16 +96,6 @@ class PromptInputs:
     def __repr__(self) -> str:
         size = f"{len(self)} prompts of up to {self.input_ids.shape[1]} tokens"
         return f"PromptInputs({size}, grids {self.grids}: {self.num_tokens} to sample)"
-
-    def to(self, device: str | torch.device) -> "PromptInputs":
-        "The same on another device. Sources stay where they are."
-        return replace(
-            self,
-            input_ids=self.input_ids.to(device),
-            attention_mask=self.attention_mask.to(device),
-            position_ids=self.position_ids.to(device),
-            decode_position_ids=self.decode_position_ids.to(device),
-        )
 
     def rows(self, index: list[int] | Tensor) -> "PromptInputs":
         "One prompt for each entry of `index` [N], still padded to the same L."
@@ -126,13 +112,14 @@ class PromptInputs:
         )
 
 # %% ../../nbs/3_model/01_tokens.ipynb #c032
-def _place_prompts(batch, source_grids, target_grids, start_id):
+def _place_prompts(batch, source_grids, target_grids, start_id, device):
     "(PromptInputs of a processor's batch, first token of each source for each prompt)"
     ids, mask = batch["input_ids"], batch["attention_mask"]
     L = ids.shape[1]
     position_ids = torch.ones(3, *ids.shape, dtype=torch.long)
     decode_position_ids, source_places = [], []
-    for i, num_real in enumerate(mask.sum(1).tolist()):
+    lengths = mask.sum(1).tolist()
+    for i, num_real in enumerate(lengths):
         segments, places, end = [], [], L - num_real
         marks = (ids[i, end:] == start_id).nonzero().flatten() + end
         for mark, (h, w) in zip(marks.tolist(), source_grids[i]):
@@ -143,8 +130,9 @@ def _place_prompts(batch, source_grids, target_grids, start_id):
         position_ids[:, i, L - num_real :] = positions[:, :num_real]
         decode_position_ids.append(positions[:, num_real:])
         source_places.append(places)
-    decode = torch.stack(decode_position_ids, 1)
-    return PromptInputs(ids, mask, position_ids, decode, target_grids), source_places
+    tensors = ids, mask, position_ids, torch.stack(decode_position_ids, 1)
+    on_device = [tensor.to(device) for tensor in tensors]
+    return PromptInputs(*on_device, target_grids, lengths), source_places
 
 # %% ../../nbs/3_model/01_tokens.ipynb #c035
 @torch.no_grad()
@@ -184,8 +172,6 @@ def _check_size(height, width):
         if n < 32 or n % 32:
             nearest = max(32, round(n / 32) * 32)
             raise UserError(f"{name} is {n}, but must be a multiple of 32 pixels: take {nearest}")
-    if max(height, width) > 256 * min(height, width):
-        raise UserError(f"{height}x{width} is too narrow: take sides whose ratio is below 256")
 
 # %% ../../nbs/3_model/01_tokens.ipynb #c041
 def prepare_prompts(
@@ -210,8 +196,8 @@ def prepare_prompts(
     target_grids = [tuple(grid) for grid in reversed(grids[0][num_sources:])]
 
     start_id = model.config.image_start_token_id
-    inputs, places = _place_prompts(batch, source_grids, target_grids, start_id)
-    inputs = inputs.to(model.device)
+    where = source_grids, target_grids, start_id, model.device
+    inputs, places = _place_prompts(batch, *where)
     if num_sources:
         inputs.input_ids = _ids_with_sources(model, batch, inputs.position_ids)
         inputs.sources = []

@@ -46,34 +46,12 @@ def _choose_weights(model, lora) -> None:
 
 
 def _enable_checkpointing(model) -> None:
+    options = {"use_reentrant": False, "preserve_rng_state": False}
     # for the forward pass, which has it already, and for the repetition of a layer
-    options = {"context_fn": lambda: (contextlib.nullcontext(), masked_attention())}
+    options["context_fn"] = lambda: (contextlib.nullcontext(), masked_attention())
     with quiet():
-        model.ar.gradient_checkpointing_enable(
-            {"use_reentrant": False, "preserve_rng_state": False, **options}
-        )
+        model.ar.gradient_checkpointing_enable(options)
     model.dit.enable_gradient_checkpointing()
-
-
-@torch.no_grad()
-def _sample(model, prompts, images, size, seed, names, options, changes, **rest) -> Rollout:
-    "`generate_with_tracking`: what is not given is the model's own."
-    prompts = [prompts] if isinstance(prompts, str) else list(prompts)
-    images, own = check_sources(prompts, images), model.image_defaults
-    if names is None:
-        seed = model.seed if seed is None else seed
-        images_per_sample = {"ar": 1, "dit": len(prompts), "both": 2}[model.component]
-        names = SampleNames.number(seed, 0, request_names(prompts, images), images_per_sample)
-    options = complete_options(options, changes, model)
-    height, width = size[0] or own["height"], size[1] or own["width"]
-    return RolloutSampler(model, prompts, images, height, width, names, options, **rest).sample()
-
-
-def _refuse_mask(method, mask, batch_size=None):
-    "UserError: a mask is given, by name or by place."
-    if mask is not None or torch.is_tensor(batch_size):
-        fix = f"a rollout has its own masks: call {method}(rollout) without one."
-        raise UserError(f"attention_mask: {fix}")
 
 
 @torch.no_grad()
@@ -85,6 +63,13 @@ def _decode(model, rollout, batch_size) -> Tensor:
         latents = sample_latents(model.pipe, inputs, noise, batch_size=batch_size)["latents"]
     return decode_latents(model.pipe, latents).cpu()
 
+
+def _own_names(model, prompts, images, seed) -> SampleNames:
+    "Names of the noise where none are given."
+    seed = model.seed if seed is None else seed
+    images_per_sample = {"ar": 1, "dit": len(prompts), "both": 2}[model.component]
+    return SampleNames.number(seed, 0, request_names(prompts, images), images_per_sample)
+
 # %% ../../nbs/3_model/21_wrapper.ipynb #n025
 class GLMImageWrapper:
     "A GLM-Image whose token policy, denoising policy or both train."
@@ -95,14 +80,12 @@ class GLMImageWrapper:
         component: str = "ar",  # which policy trains: "ar", "dit" or "both"
         torch_dtype: torch.dtype | str | None = None,  # None: bfloat16 on CUDA, else float32
         device: torch.device | str | None = None,  # None: CUDA if there is one, else MPS, else CPU
-        # None: all weights train; True, a dict or LoraOptions: adapters;
-        # a folder: the adapters saved there
+        # None: all weights train; True, a dict or LoraOptions: adapters; a folder: saved adapters
         lora: bool | dict | LoraOptions | str | Path | None = None,
         seed: int = 0,  # of the adapters' start, and of sampling where no other is given
         gradient_checkpointing: bool = False,  # less memory in the backward pass, a third slower
         offload: bool = False,  # the idle half's frozen weights wait in the host's memory
-        # the same as device; "auto": the best there is
-        device_map: torch.device | str | None = None,
+        device_map: torch.device | str | None = None,  # as device; "auto": the best there is
         revision: str | None = None,  # of a hub id: branch, tag or commit; None: the newest
     ):
         "UserError: not a GLM-Image, unknown device, dtype or component."
@@ -148,14 +131,16 @@ class GLMImageWrapper:
         # called with (rows, images [n, 3, H, W]) as soon as a batch of images is done
         on_images: Callable[[list[int], Tensor], None] | None = None,
         options: RolloutOptions | None = None,
-        # fields of RolloutOptions: num_inference_steps, guidance_scale, temperature, top_p,
-        # noise_level, sde_type, window...; what is not given is the model's own
+        # fields of RolloutOptions (temperature, window...); what is not given is the model's own
         **changes,
     ) -> Rollout:
         "Sample tokens, make images of those tokens, score both. UserError: sizes do not fit."
-        how = {"score_batch_size": score_batch_size, "decode": decode, "score": score}
-        given = prompts, images, (height, width), seed, names, options, changes
-        return _sample(self, *given, on_images=on_images, **how)
+        prompts = [prompts] if isinstance(prompts, str) else list(prompts)
+        images, own = check_sources(prompts, images), self.image_defaults
+        names = names or _own_names(self, prompts, images, seed)
+        what = prompts, images, height or own["height"], width or own["width"], names
+        how = complete_options(options, changes, self), score_batch_size, decode, score, on_images
+        return RolloutSampler(self, *what, *how).sample()
 
     def compute_token_logprobs(
         self,
@@ -164,15 +149,15 @@ class GLMImageWrapper:
         attention_mask=None,  # refused: a rollout has its own masks
     ) -> Tensor:  # [N, T] float32, with a gradient where gradients are enabled
         "Log-prob of each sampled token under the current model. UserError: an attention_mask."
-        _refuse_mask("compute_token_logprobs", attention_mask, batch_size)
+        if attention_mask is not None or torch.is_tensor(batch_size):
+            raise UserError("attention_mask: a rollout has its own masks. Give it alone.")
         self.wake("ar")
         with checkpointing(self.ar.model.language_model.layers, self.gradient_checkpointing):
             return score_token_decisions(self.ar, rollout, batch_size)
 
     def compute_sequence_logprobs(self, rollout: Rollout, attention_mask=None) -> Tensor:  # [N]
         "Mean over the tokens, float32. UserError: an attention_mask, which a rollout has itself."
-        _refuse_mask("compute_sequence_logprobs", attention_mask)
-        return self.compute_token_logprobs(rollout).mean(1)
+        return self.compute_token_logprobs(rollout, attention_mask=attention_mask).mean(1)
 
     def score_denoising(self, rollout: Rollout) -> tuple[Tensor, Tensor, Tensor]:
         "Log-probs [N, D], means, velocities [N, D, C, h, w] of the decisions. UserError: none."

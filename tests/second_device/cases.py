@@ -19,10 +19,11 @@ from small_model import small_model
 from test_rewards_judges import clip  # noqa: F401  fixture
 
 from glm_grpo import GLMImageWrapper
+from glm_grpo.maths.noise import named_uniforms
 from glm_grpo.model import denoise as denoising
-from glm_grpo.model import sampling
-from glm_grpo.model.decode_step import CudaGraphs
-from glm_grpo.model.tokens import PromptInputs
+from glm_grpo.model import rollouts, sampling
+from glm_grpo.model.decode_step import WARM_UP, CudaGraphs, StepCounter
+from glm_grpo.model.tokens import prepare_prompts
 from glm_grpo.rewards.calling import call_reward
 from glm_grpo.rewards.judges import ClipScore
 from glm_grpo.rewards.weighted import WeightedReward
@@ -304,6 +305,65 @@ def test_denoising_does_not_wait(dit_model, short):
     check_more_steps(dit_model, short)
 
 
+class Eager:
+    "A recorder that repeats the step itself."
+
+    def warm_up(self, step, times):
+        for _ in range(times):
+            step()
+
+    def record(self, step):
+        return step
+
+
+def tokens_of(model, temperature=1.5, top_p=1.0, recorder=None):
+    "Three samples of two prompts of different length."
+    inputs = prepare_prompts(model.processor, model.ar, PROMPTS, 64, 64)
+    numbers = named_uniforms(["a", "b", "c"], inputs.num_tokens)
+    how = {"temperature": temperature, "top_p": top_p, "recorder": recorder}
+    return sampling.sample_tokens(model.ar, inputs, [0, 1, 1], numbers, **how)
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16", "without an adapter"])
+def adapted(request, model_folder):
+    "A model whose adapter changes what it samples, or none."
+    if request.param == "without an adapter":
+        return load_model(model_folder, "ar", lora=False)
+    model = load_model(model_folder, "ar", torch_dtype=request.param)
+    with torch.no_grad():
+        for weight in model.get_trainable_parameters():
+            weight.add_(0.02)
+    return model
+
+
+@pytest.mark.parametrize("temperature, top_p", [(1.5, 1.0), (2.0, 0.9), (0.9, 0.75)])
+def test_replays_sample_the_same_bit_for_bit(adapted, temperature, top_p):
+    before = device.Graph.replays
+    graph = tokens_of(adapted, temperature, top_p)
+    assert device.Graph.replays - before == graph.token_ids.shape[1] - 1 - WARM_UP
+    for replayed, eager in zip(graph, tokens_of(adapted, temperature, top_p, Eager())):
+        assert (replayed is None and eager is None) or torch.equal(replayed, eager)
+    assert graph.token_ids.unique().numel() > 3
+
+
+@pytest.mark.parametrize("owner", [sampling.SamplingLoop, StepCounter])
+def test_what_a_recording_would_freeze_is_seen(dit_model, owner, monkeypatch):
+    "A new tensor for the hidden state, and a counter in Python."
+    eager, advance = tokens_of(dit_model, recorder=Eager()), owner.advance
+
+    def new_hidden(loop, ids):
+        loop.hidden = loop.hidden.clone()
+        advance(loop, ids)
+
+    def python_counter(counter):
+        counter.places = {start: place + 1 for start, place in counter.places.items()}
+        counter.step = counter.places[0]
+
+    faults = {sampling.SamplingLoop: new_hidden, StepCounter: python_counter}
+    monkeypatch.setattr(owner, "advance", faults[owner])
+    assert not torch.equal(tokens_of(dit_model).token_ids, eager.token_ids)
+
+
 def test_a_planted_wait_of_the_sampling_loop_is_found(dit_model, short, monkeypatch):
     decide = sampling.Decisions.decide
 
@@ -374,12 +434,13 @@ def test_the_hooks_of_a_layer_are_not_recorded(dit_model):
 
 
 def test_a_planted_mix_up_is_found(dit_model, monkeypatch):
-    move = PromptInputs.to
+    prepare = rollouts.prepare_prompts
 
-    def forget_mask(inputs, to):
-        return dataclasses.replace(move(inputs, to), attention_mask=inputs.attention_mask)
+    def forget_mask(*args):
+        inputs = prepare(*args)
+        return dataclasses.replace(inputs, attention_mask=inputs.attention_mask.cpu())
 
-    monkeypatch.setattr(PromptInputs, "to", forget_mask)
+    monkeypatch.setattr(rollouts, "prepare_prompts", forget_mask)
     where = r"cpu and cuda:0, at glm_grpo/model/\w+.py:\d+"
     with pytest.raises(device.MixedDevices, match=where):
         make_trainer(dit_model).collect(make_batch())
