@@ -43,12 +43,22 @@ def main(argv: list[str] | None = None) -> int:
         description="Serve a reward over HTTP, from its own environment or its own machine.",
         epilog=EXAMPLE,
     )
-    named = "a function or callable object in a Python file, for example my_reward.py:redness"
-    parser.add_argument("function", metavar="FILE:FUNCTION", help=named)
-    listen = "address to listen on (default: %(default)s, this machine only)"
-    parser.add_argument("--host", default="127.0.0.1", help=listen)
-    port = "port to listen on (default: %(default)s; 0: any free one)"
-    parser.add_argument("--port", type=int, default=8000, help=port)
+    parser.add_argument(
+        "function",
+        metavar="FILE:FUNCTION",
+        help="a function or callable object in a Python file, for example my_reward.py:redness",
+    )
+    parser.add_argument(
+        "--host",
+        default="127.0.0.1",
+        help="address to listen on (default: %(default)s, this machine only)",
+    )
+    parser.add_argument(
+        "--port",
+        type=int,
+        default=8000,
+        help="port to listen on (default: %(default)s; 0: any free one)",
+    )
     words = parser.parse_args(argv)
 
     def log(text):

@@ -82,7 +82,7 @@ def test_a_model_without_text_config_is_refused(stranger):
 def test_a_judge_runs_no_code_of_its_model(stranger):
     model, trace = stranger
     name_code(model)
-    with pytest.raises(UserError, match="its processor cannot be read"):
+    with pytest.raises(UserError, match="contains custom code"):
         load_processor(model / "processor")
     assert not trace.exists()
 

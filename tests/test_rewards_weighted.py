@@ -40,6 +40,7 @@ def test_the_same_threads_serve_every_call_and_end_with_their_team():
         assert thread_names().count("reward server") == 1
     del team
     gc.collect()
+    time.sleep(0.5)
     assert "reward letters" not in thread_names()
 
 

@@ -9,6 +9,7 @@ __all__ = ['ARGUMENTS', 'check_targets', 'simple_reward_function', 'RewardError'
 # %% ../../nbs/4_rewards/01_calling.ipynb #c002
 import contextlib
 import inspect
+import pickle
 import random
 import re
 import reprlib
@@ -80,14 +81,9 @@ def reward_name(reward: Callable) -> str:
 
 
 def error_text(error: BaseException) -> str:
-    "An error's type and text, even if the text cannot be read or printed."
-    name = type(error).__name__
-    try:
-        text = str(error)
-    except Exception:  # a user's own class
-        text = "its text cannot be read"
-    text = text.encode("utf-8", "backslashreplace").decode()[:2000]
-    return f"{name}: {text}" if text else name
+    "An error's type and text, as far as it can be printed and written."
+    text = f"{type(error).__name__}: {error}".removesuffix(": ")
+    return text.encode("utf-8", "backslashreplace").decode()[:2000]
 
 # %% ../../nbs/4_rewards/01_calling.ipynb #c017
 ARGUMENTS = ("images", "prompts", "targets", "sources", "metadata")  # inputs of a reward
@@ -95,7 +91,6 @@ ARGUMENTS = ("images", "prompts", "targets", "sources", "metadata")  # inputs of
 
 def wanted_arguments(
     reward: Callable,
-    name: str = "",  # for messages; empty: its own name
 ) -> list[str]:  # out of ARGUMENTS, in that order
     "The inputs that a reward's signature asks for. UserError: an input that does not exist."
     signature = inspect.signature(reward)
@@ -105,7 +100,7 @@ def wanted_arguments(
         signature.bind(**dict.fromkeys(wanted))
     except TypeError as e:
         raise UserError(
-            f"The reward {name or reward_name(reward)} cannot be called ({e}). "
+            f"The reward {reward_name(reward)} cannot be called ({e}). "
             f"A reward may ask for: {', '.join(ARGUMENTS)}."
         ) from None
     return wanted
@@ -127,16 +122,15 @@ def _first_failing(reward, arguments, n, seconds=10):
 def _checked(result, prompts, may_skip, failed):
     "A reward's result as [N] float32 on the CPU. RewardError: no numbers, a wrong shape, NaN..."
     n = len(prompts)
-    must = (
-        f"for {n} images; it must return one number per image, a tensor or list of shape [{n}] "
-        f"(first prompt of the batch: {prompts[0]!r})."
-    )
     try:
         rewards = torch.as_tensor(result).detach().float().cpu()
-    except Exception as e:
-        raise failed(f"returned {reprlib.repr(result)} {must} {error_text(e)}") from None
-    if rewards.shape != (n,):
-        raise failed(f"returned the shape {list(rewards.shape)} {must}")
+        if rewards.shape != (n,):
+            raise ValueError(f"the shape is {list(rewards.shape)}")
+    except Exception as e:  # whatever a strange object raises
+        raise failed(
+            f"returned {reprlib.repr(result)} for {n} images; it must return one number per image, "
+            f"a tensor or list of shape [{n}] ({error_text(e)})"
+        ) from None
     bad = (rewards.isinf() if may_skip else ~rewards.isfinite()).nonzero().flatten().tolist()
     if bad:
         i = bad[0]
@@ -148,36 +142,37 @@ def _checked(result, prompts, may_skip, failed):
     return rewards
 
 # %% ../../nbs/4_rewards/01_calling.ipynb #r15f72a
-_SETTINGS = {  # of torch, for the whole program: what changes one -> what reads it
-    torch.set_default_dtype: torch.get_default_dtype,
-    torch.set_grad_enabled: torch.is_grad_enabled,
-    torch.set_num_threads: torch.get_num_threads,
-}
-
-
 @contextlib.contextmanager
-def settings_kept() -> Iterator[list[str]]:
-    "Restores torch's settings after the block; the list then holds the calls that do harm."
-    before = {change: read() for change, read in _SETTINGS.items()}
-    calls = []
+def settings_kept(
+    name: str,  # of the reward whose code runs in the block
+) -> Iterator[None]:
+    """Restores torch's gradient mode, number of threads and default dtype after the block.
+
+    RewardError: the block changed the default dtype.
+    """
+    dtype, threads = torch.get_default_dtype(), torch.get_num_threads()
     try:
-        yield calls
+        with torch.set_grad_enabled(torch.is_grad_enabled()):
+            yield
     finally:
-        for change, was in before.items():
-            now = _SETTINGS[change]()
-            if now != was:
-                change(was)
-                if change is not torch.set_num_threads:
-                    calls.append(f"torch.{change.__name__}({now})")
+        changed = torch.get_default_dtype() != dtype
+        torch.set_default_dtype(dtype)
+        if torch.get_num_threads() != threads:
+            torch.set_num_threads(threads)
+    if changed:
+        raise RewardError(
+            name,
+            "(or one that ran beside it) called torch.set_default_dtype, which changes the whole "
+            "program. Convert only the reward's own tensors.",
+        )
 
 
 def random_states() -> dict[str, Any]:  # library -> state of its global generator
     "The states of the global generators of torch (CPU), Python and numpy."
-    _, keys, position, *_ = np.random.get_state()
     return {
-        "torch": torch.get_rng_state().numpy().tobytes(),
+        "torch": torch.get_rng_state().tolist(),
         "random": random.getstate(),
-        "numpy.random": (keys.tobytes(), position),
+        "numpy.random": pickle.dumps(np.random.get_state()),
     }
 
 # %% ../../nbs/4_rewards/01_calling.ipynb #c024
@@ -195,35 +190,29 @@ def call_reward(
 ) -> Tensor:  # [N] float32 on the CPU; finite, or NaN if `may_skip`
     """Call a reward with the inputs that its signature asks for, without gradients.
 
-    Raises RewardError if it raises, if the result has a wrong shape, NaN or infinity, or if it
-    changes torch's settings; UserError if it asks for something unknown. A UserError of the reward
-    passes through.
+    Raises RewardError if it raises, or if the result has a wrong shape, NaN or infinity; UserError
+    if it asks for something unknown. A UserError of the reward passes through.
     """
     name, given = name or reward_name(reward), (images, prompts, targets, sources, metadata)
-    wanted = wanted_arguments(reward, name)
+    wanted = wanted_arguments(reward)
     arguments = {key: value for key, value in zip(ARGUMENTS, given) if key in wanted}
 
     def failed(what, i=0):
         return RewardError(name, what, prompts[i], images[i])
 
     before = random_states()
-    with settings_kept() as calls:
+    with settings_kept(name):
         try:
             result = reward(**arguments)
         except (UserError, RewardError):  # a part's error already has its name
             raise
         except (Exception, SystemExit) as error:
-            i, place = 0, "first prompt of the batch"
+            first = None
             if not isinstance(error, OSError):  # a file's or server's fault is not an image's
                 first = _first_failing(reward, arguments, len(images))
-                i, place = (0, place) if first is None else (first, f"image {first}, prompt")
+            place = "the batch's first prompt" if first is None else f"image {first}, prompt"
+            i = first or 0
             raise failed(f"raised {error_text(error)} ({place}: {prompts[i]!r})", i) from error
-    if calls:
-        raise failed(
-            f"(or one that ran beside it) called {' and '.join(calls)}, which changes the whole "
-            "program. Convert only the reward's own tensors, or use a block such as "
-            "`with torch.enable_grad():`."
-        )
     moved = [library for library, state in random_states().items() if state != before[library]]
     if moved and not hasattr(reward, "parts"):  # the parts of a sum are called and checked alone
         warnings.warn(
@@ -237,10 +226,9 @@ def call_reward(
 # %% ../../nbs/4_rewards/01_calling.ipynb #c032
 def where_raised(error: RewardError) -> str:
     "The message of a reward's error, with the file and line that raised it, if any."
-    cause = error.__cause__
-    if cause is None or cause.__traceback__ is None:
+    if error.__cause__ is None:
         return str(error)
-    last = traceback.extract_tb(cause.__traceback__)[-1]
+    last = traceback.extract_tb(error.__cause__.__traceback__)[-1]
     return f"{error} (at {last.filename}, line {last.lineno})"
 
 

@@ -7,23 +7,19 @@ __all__ = ['FORM', 'METRICS', 'BRING_WEIGHTS', 'named_functions', 'load_function
            'make_metric']
 
 # %% ../../nbs/4_rewards/20_registry.ipynb #r7a7454
-import contextlib
 import importlib
 import importlib.util
 import inspect
 import os
+import pkgutil
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import NamedTuple
 
 from ..data.basics import UserError
-from .calling import error_text, settings_kept, simple_reward_function
-from .perception import LPIPS, SSIM, jpeg_compressibility, jpeg_incompressibility
-from .scene_checks import DetailCheck, EditCheck, SceneCheck, edit_reward
-from .text import SignReader
-from .text import TextAccuracy
+from .calling import error_text, settings_kept
 
 # %% ../../nbs/4_rewards/20_registry.ipynb #rffe4be
 FORM = "write it as file.py:name or package.module:name, for example my_reward.py:redness."
@@ -48,32 +44,23 @@ def named_functions(
     return found
 
 # %% ../../nbs/4_rewards/20_registry.ipynb #r750c92
-@contextlib.contextmanager
-def _beside(folder: str) -> Iterator[None]:
-    """A folder's modules can be imported: in the block before others, as with `python my.py`.
-
-    Afterwards it is the last place of all, so that it hides no module of this program.
-    """
+def _import(place: str) -> ModuleType:  # file.py or package.module
+    "While it is loaded, the modules beside it come before others, as with `python my.py`."
+    is_file = place.endswith(".py")
+    folder = str(Path(place).resolve().parent) if is_file else os.getcwd()
     sys.path.insert(0, folder)
     try:
-        yield
-    finally:
-        if folder in sys.path:  # the code may have changed the list, too
-            sys.path.remove(folder)
+        if not is_file:
+            return importlib.import_module(place)
+        name = f"reward_file_{Path(place).stem}"
+        spec = importlib.util.spec_from_file_location(name, place)
+        sys.modules[name] = module = importlib.util.module_from_spec(spec)  # dataclasses look there
+        spec.loader.exec_module(module)
+        return module
+    finally:  # afterwards they come last, and hide no module of this program
+        sys.path.remove(folder)
         if folder not in sys.path:
             sys.path.append(folder)
-
-
-def _import(place: str) -> ModuleType:  # file.py or package.module
-    if not place.endswith(".py"):
-        with _beside(os.getcwd()):
-            return importlib.import_module(place)
-    name = f"reward_file_{Path(place).stem}"
-    spec = importlib.util.spec_from_file_location(name, place)
-    sys.modules[name] = module = importlib.util.module_from_spec(spec)  # dataclasses look there
-    with _beside(str(Path(place).resolve().parent)):
-        spec.loader.exec_module(module)
-    return module
 
 
 def load_function(
@@ -82,28 +69,19 @@ def load_function(
     "Load a reward. UserError: no such file, module or function, or its code raises an error."
     (attribute,) = named_functions(name)
     place = name.rpartition(":")[0]
-    if place.endswith(".py") and not Path(place).is_file():
-        raise UserError(f"reward.functions {name}: there is no file {place}. Fix the path.")
-    what = f"{place} cannot be loaded"
     try:
-        with settings_kept() as calls:
+        with settings_kept(name):
             module = _import(place)
             function = getattr(module, attribute, None)
             if inspect.isclass(function):
-                what = "its class cannot be made"
                 function = function()
     except UserError:
         raise
     except (Exception, SystemExit) as e:
-        raise UserError(f"reward.functions {name}: {what}: {error_text(e)}.") from e
-    if calls:
-        raise UserError(
-            f"reward.functions {name}: its code calls {' and '.join(calls)}, which changes the "
-            "whole program. Remove the call, or use a block such as `with torch.no_grad():`."
-        )
+        raise UserError(f"reward.functions {name}: cannot be loaded: {error_text(e)}.") from e
     if not callable(function):
-        functions = inspect.getmembers(module, inspect.isfunction)
-        own = [key for key, value in functions if value.__module__ == module.__name__]
+        members = vars(module).items()
+        own = [key for key, x in members if getattr(x, "__module__", None) == module.__name__]
         raise UserError(
             f"reward.functions {name}: {place} has no function {attribute}. There are: "
             f"{', '.join(own) or 'none'}."
@@ -122,192 +100,158 @@ def functions_of_others(
     own: list[str] | str | None,  # of the command line and of --config
 ) -> dict[str, str]:  # as named -> the file that it would run, or the module
     "The functions that only the run's own configuration names."
-    trusted = [_place(text) for text in named_functions(own).values()]
+    trusted = {_place(text) for text in named_functions(own).values()}
     places = {text: _place(text) for text in named_functions(named).values()}
     return {text: place for text, place in places.items() if place not in trusted}
 
 # %% ../../nbs/4_rewards/20_registry.ipynb #n005
-@dataclass(frozen=True)
-class Brought:
+class Brought(NamedTuple):
     "What the user provides for metrics."
 
-    functions: dict[str, str] = field(default_factory=dict)  # name -> file.py:name
-    models: dict[str, str] = field(default_factory=dict)  # metric -> folder or hub id
-    remote: dict[str, str] = field(default_factory=dict)  # name -> URL
-    drawings: str = "data/drawings"  # folder of the drawings that the scene checks search for
+    functions: dict[str, str] = {}  # name -> file.py:name
+    models: dict[str, str] = {}  # metric -> folder or hub id
+    remote: dict[str, str] = {}  # name -> URL
 
 
-@dataclass(frozen=True)
-class Metric:
+class Metric(NamedTuple):
     "One metric. Higher is better."
 
     measures: str
     range: str
     needs: str  # of the data, of packages, of the user
-    source: str  # paper; module of the package
-    # -> a reward for `call_reward`; None: it is made from weights that the user provides
-    make: Callable[[Brought], Callable] | None = None
+    place: str  # module:name of the reward, or of its class
+    has_weights: bool = False  # the class takes a folder of weights that the user provides
 
 # %% ../../nbs/4_rewards/20_registry.ipynb #rf79d41
 METRICS = {
     "scene": Metric(
-        "objects, ground, place and count are as in the prompt",
+        "objects, ground, place and count are as in the prompt (GenEval in small)",
         "0 or 1",
         "prompts of data/t2i",
-        "GenEval in small, arXiv 2310.11513; rewards.scene_checks",
-        lambda brought: SceneCheck(brought.drawings),
+        "rewards.scene_checks:SceneCheck",
     ),
     "detail": Metric(
         "how cleanly the image is drawn, whatever it shows",
         "0 to 1",
         "images of the little world",
-        "rewards.scene_checks",
-        lambda brought: DetailCheck(brought.drawings),
+        "rewards.scene_checks:DetailCheck",
     ),
     "sign": Metric(
         "share of right characters on the sign",
         "0 to 1",
         "prompts with a word of two characters, as in data/words",
-        "rewards.text",
-        lambda brought: SignReader(),
-    ),
-    "sign_soft": Metric(
-        "how clearly the sign's characters are written: dense, for training",
-        "-0.05 to 0.75",
-        "prompts with a word of two characters, as in data/words",
-        "rewards.text",
-        lambda brought: SignReader(soft=True),
+        "rewards.text:sign_reward",
     ),
     "text": Metric(
         "the text in the image compared with the quoted text: 1 - edit distance",
         "0 to 1",
         "text in quotes in the prompt; the extra [rewards]",
-        "PP-OCR; rewards.text",
-        lambda brought: TextAccuracy(),
+        "rewards.text:TextAccuracy",
     ),
     "text_exact": Metric(
-        "share of the quoted words that are read exactly",
+        "share of the quoted words that are read exactly (CVTG-2K)",
         "0 to 1",
         "text in quotes in the prompt; the extra [rewards]",
-        "CVTG-2K; rewards.text",
-        lambda brought: TextAccuracy(exact=True),
+        "rewards.text:ExactText",
     ),
     "edit": Metric(
         "the wanted change was made, and the rest was kept",
         "0 to 1",
         "mode i2i with target images",
-        "rewards.scene_checks",
-        lambda brought: edit_reward,
+        "rewards.scene_checks:edit_reward",
     ),
     "edit_check": Metric(
         "the scene check on an edited image",
         "0 or 1",
         "mode i2i, prompts of data/i2i",
-        "rewards.scene_checks",
-        lambda brought: EditCheck(brought.drawings),
+        "rewards.scene_checks:EditCheck",
     ),
     "mse": Metric(
         "minus the squared distance to the target",
         "-1 to 0",
         "target images",
-        "rewards.calling",
-        lambda brought: simple_reward_function,
+        "rewards.calling:simple_reward_function",
     ),
     "ssim": Metric(
-        "structural similarity to the target",
+        "structural similarity to the target (Wang 2004)",
         "-1 to 1",
         "target images; the extra [rewards]",
-        "Wang 2004; rewards.perception",
-        lambda brought: SSIM(),
+        "rewards.perception:SSIM",
     ),
     "ms_ssim": Metric(
-        "structural similarity to the target at five scales",
+        "structural similarity to the target at five scales (Wang 2003)",
         "0 to 1",
         "target images of more than 160 pixels; the extra [rewards]",
-        "Wang 2003; rewards.perception",
-        lambda brought: SSIM(multi_scale=True),
+        "rewards.perception:MultiScaleSSIM",
     ),
     "lpips": Metric(
-        "minus the learned perceptual distance to the target",
+        "minus the learned perceptual distance to the target (arXiv 1801.03924)",
         "-1 to 0, about",
         "target images",
-        "arXiv 1801.03924; rewards.perception",
-        lambda brought: LPIPS(),
+        "rewards.perception:LPIPS",
     ),
     "jpeg_compressibility": Metric(
-        "minus the kilobytes as JPEG: a smoke test",
+        "minus the kilobytes as JPEG: a smoke test (DDPO, arXiv 2305.13301)",
         "below 0",
         "nothing",
-        "DDPO, arXiv 2305.13301; rewards.perception",
-        lambda brought: jpeg_compressibility,
+        "rewards.perception:jpeg_compressibility",
     ),
     "jpeg_incompressibility": Metric(
-        "the kilobytes as JPEG: a smoke test",
+        "the kilobytes as JPEG: a smoke test (DDPO, arXiv 2305.13301)",
         "above 0",
         "nothing",
-        "DDPO, arXiv 2305.13301; rewards.perception",
-        lambda brought: jpeg_incompressibility,
+        "rewards.perception:jpeg_incompressibility",
     ),
 }
 
 # %% ../../nbs/4_rewards/20_registry.ipynb #n020
 METRICS |= {
     "clip": Metric(
-        "CLIP score: image and prompt mean the same",
+        "CLIP score: image and prompt mean the same (arXiv 2104.08718)",
         "0 to 1, about",
         "reward.models.clip, for example openai/clip-vit-large-patch14",
-        "arXiv 2104.08718; rewards.judges",
+        "rewards.judges:ClipScore",
+        has_weights=True,
     ),
     "pickscore": Metric(
-        "what people would pick",
+        "what people would pick (arXiv 2305.01569)",
         "about 15 to 25",
         "reward.models.pickscore (yuvalkirstain/PickScore_v1)",
-        "arXiv 2305.01569; rewards.judges",
-    ),
-    "hpsv2": Metric(
-        "human preference score 2.1",
-        "about 0.2 to 0.35",
-        "reward.models.hpsv2 (RE-N-Y/hpsv21); the package imscore",
-        "arXiv 2306.09341; rewards.judges",
-    ),
-    "hpsv3": Metric(
-        "human preference score 3",
-        "about -5 to 15",
-        "reward.models.hpsv3 (RE-N-Y/hpsv3); imscore beside transformers 4.53",
-        "arXiv 2508.03789; rewards.judges",
-    ),
-    "imagereward": Metric(
-        "ImageReward",
-        "about -2 to 2",
-        "reward.models.imagereward (RE-N-Y/ImageReward); imscore beside transformers 4.53",
-        "arXiv 2304.05977; rewards.judges",
+        "rewards.judges:PickScore",
+        has_weights=True,
     ),
     "aesthetic": Metric(
         "LAION's aesthetic predictor",
         "about 1 to 10",
         "reward.models.aesthetic, a CLIP ViT-L/14 with LAION's head in its folder",
-        "LAION 2022; rewards.judges",
+        "rewards.judges:AestheticScore",
+        has_weights=True,
     ),
     "vlm": Metric(
-        "probability of a vision-language model's yes: does the image show the prompt?",
+        "probability of a vision-language model's yes: does the image show the prompt? "
+        "(VQAScore, arXiv 2404.01291)",
         "0 to 1",
         "reward.models.vlm, for example llava-hf/llava-1.5-7b-hf",
-        "VQAScore, arXiv 2404.01291; rewards.judges",
+        "rewards.judges:VLMJudge",
+        has_weights=True,
     ),
     "geneval": Metric(
-        "objects, counts, colours and places that the prompt asks for: mean of the parts",
+        "objects, counts, colours and places that the prompt asks for: mean of the parts "
+        "(arXiv 2310.11513, 2505.05470)",
         "below 0 to 1",
         "reward.models.geneval; prompts of GenEval's form; the extra [rewards]",
-        "arXiv 2310.11513, 2505.05470; rewards.geneval",
+        "rewards.geneval:GenEval",
+        has_weights=True,
     ),
     "geneval_correct": Metric(
         "GenEval's own score: everything that the prompt asks for is there",
         "0 or 1",
         "reward.models.geneval_correct; prompts of GenEval's form; the extra [rewards]",
-        "arXiv 2310.11513; rewards.geneval",
+        "rewards.geneval:GenEvalCorrect",
+        has_weights=True,
     ),
 }
-BRING_WEIGHTS = [name for name, metric in METRICS.items() if metric.make is None]
+BRING_WEIGHTS = [name for name, metric in METRICS.items() if metric.has_weights]
 
 # %% ../../nbs/4_rewards/20_registry.ipynb #n023
 def make_metric(
@@ -321,11 +265,9 @@ def make_metric(
         from glm_grpo.rewards.remote import RemoteReward
 
         return RemoteReward(brought.remote[name])
-    if METRICS[name].make:
-        return METRICS[name].make(brought)
+    made = pkgutil.resolve_name(f"glm_grpo.{METRICS[name].place}")
+    if not METRICS[name].has_weights:
+        return made() if inspect.isclass(made) else made
     if name not in brought.models:
         raise UserError(f"{name}: set reward.models.{name}=FOLDER (or a hub id).")
-    from glm_grpo.rewards.geneval import GENEVAL
-    from glm_grpo.rewards.judges import JUDGES
-
-    return (JUDGES | GENEVAL)[name](brought.models[name])
+    return made(brought.models[name])

@@ -59,16 +59,18 @@ def decode_images(
 ) -> list[Image.Image]:  # N PIL images, RGB
     "The inverse. ValueError: one is not a PNG, or they have more than MAX_PIXELS together."
     images, pixels = [], 0
-    for i, text in enumerate(texts):
-        try:
+    try:
+        for text in texts:
             file = io.BytesIO(base64.b64decode(text, validate=True))
             image = Image.open(file, formats=["PNG"])  # reads the file's header only
             pixels += image.width * image.height
-            images.append(image if pixels > MAX_PIXELS else image.convert("RGB"))
-        except Exception as e:  # decoders raise OSError, SyntaxError, struct.error...
-            raise ValueError(f"image {i} is not a PNG in base64 ({type(e).__name__})") from None
-        if pixels > MAX_PIXELS:
-            raise ValueError(f"more than {MAX_PIXELS} pixels together; send fewer images")
+            if pixels > MAX_PIXELS:
+                break
+            images.append(image.convert("RGB"))
+    except Exception as e:  # decoders raise OSError, SyntaxError, struct.error...
+        raise ValueError(f"an image is not a PNG in base64 ({type(e).__name__})") from None
+    if pixels > MAX_PIXELS:
+        raise ValueError(f"more than {MAX_PIXELS} pixels together; send fewer images")
     return images
 
 # %% ../../nbs/4_rewards/16_remote.ipynb #n012
@@ -82,16 +84,16 @@ def read_request(
         raise ValueError(f"this is version {VERSION} of the protocol")
     given = {name: request.get(name) for name in ARGUMENTS}
     for name, value in given.items():
-        is_list = isinstance(value, list) and len(value) == len(request["images"])
-        if not is_list and (value is not None or name in ("images", "prompts")):
+        if value is None and name not in ("images", "prompts"):
+            continue
+        if not isinstance(value, list) or len(value) != len(request["images"]):
             raise ValueError(f"{name}: expected a list with an item for each image")
-    for name in ("images", "targets"):
-        if given[name] and name in ("images", *wants):
-            given[name] = pil_to_tensor(decode_images(given[name]))
-    if given["sources"] and "sources" in wants:
-        texts = [text for own in given["sources"] for text in own]
-        images = iter(decode_images(texts))  # together: they share one limit
-        given["sources"] = [[next(images) for _ in own] for own in given["sources"]]
+        if name == "images" or (name == "targets" and name in wants):
+            given[name] = pil_to_tensor(decode_images(value))
+        if name == "sources" and name in wants:
+            texts = [text for own in value for text in own]
+            images = iter(decode_images(texts))  # together: they share one limit
+            given[name] = [[next(images) for _ in own] for own in value]
     return given
 
 # %% ../../nbs/4_rewards/16_remote.ipynb #n015
@@ -130,24 +132,12 @@ def drop_refused(
     from waitress.channel import HTTPChannel
     from waitress.parser import HTTPRequestParser
 
-    class Nowhere(io.BytesIO):
-        "An empty file, to which waitress appends what arrives."
-
-        def append(self, data):
-            pass
-
-        def __len__(self):
-            return 0
-
-        def getfile(self):
-            return self
-
     class Parser(HTTPRequestParser):
         def parse_header(self, header_plus):
             super().parse_header(header_plus)
             is_refused = refusal(self.headers.get("AUTHORIZATION", ""), self.content_length)
             if self.body_rcv is not None and (self.chunked or is_refused):
-                self.body_rcv.buf = Nowhere()
+                self.body_rcv.buf.append = lambda data: None  # what arrives goes nowhere
 
     return type("Channel", (HTTPChannel,), {"parser_class": Parser})
 
@@ -180,11 +170,11 @@ class RewardServer:
         # address to listen on; any other than this machine's own needs a token in GLM_GRPO_TOKEN
         host: str = "127.0.0.1",
         port: int = 0,  # 0: any free one, see .url
-        # called with a line of text after each request, from the request's thread
-        log: Callable[[str], None] | None = None,
+        # called with a line of text after each request, from the request's thread; str: no log
+        log: Callable[[str], object] = str,
     ):
         self.reward, self.name, self.wants = reward, reward_name(reward), wanted_arguments(reward)
-        self.log, self.token, self.lock = log or (lambda text: None), read_token(), threading.Lock()
+        self.log, self.token, self.lock = log, read_token(), threading.Lock()
         if self.token is None and not is_this_machine(host):
             raise UserError(
                 f"Anyone who can reach this machine at {host} could use the scorer. Set the "
@@ -290,25 +280,29 @@ FIXES = {  # status or error -> fix
 
 async def exchange(
     url: str,
-    method: str,  # GET or POST
-    body: bytes | None,
+    body: bytes | None,  # of a POST; None: GET
     timeout: float,  # seconds for all of it
-) -> tuple[int, bytes]:  # status; the beginning of the answer, a little more than MAX_ANSWER
-    "One request over its own connection. TimeoutError, or httpx2.HTTPError: no whole answer."
+) -> tuple[int | str, object]:  # status or name of an error; JSON, or the beginning of a text
+    "One request over its own connection. Reads a little more than MAX_ANSWER bytes at most."
     headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
     if token := read_token():
         headers["Authorization"] = f"Bearer {token}"
-    data = b""
-    async with (
-        asyncio.timeout(timeout),
-        httpx2.AsyncClient(trust_env=False, timeout=None) as client,
-        client.stream(method, url, content=body, headers=headers) as response,
-    ):
-        async for chunk in response.aiter_raw():
-            data += chunk
-            if len(data) > MAX_ANSWER:
-                break
-    return response.status_code, data
+    method, data = "GET" if body is None else "POST", b""
+    try:
+        async with (
+            asyncio.timeout(timeout),
+            httpx2.AsyncClient(trust_env=False, timeout=None) as client,
+            client.stream(method, url, content=body, headers=headers) as response,
+        ):
+            async for chunk in response.aiter_raw():
+                data += chunk
+                if len(data) > MAX_ANSWER:
+                    return response.status_code, "the answer is too long"
+        return response.status_code, json.loads(data)
+    except (TimeoutError, httpx2.HTTPError) as e:
+        return type(e).__name__, str(e)
+    except (ValueError, RecursionError):  # no JSON
+        return response.status_code, data[:200].decode(errors="replace")
 
 # %% ../../nbs/4_rewards/16_remote.ipynb #n031
 class RemoteReward:
@@ -335,8 +329,7 @@ class RemoteReward:
     ):
         self.url, self.timeout, self.retries = url.rstrip("/"), timeout, retries
         self.batch_size, self.pool = batch_size, ThreadPoolExecutor(parallel)
-        is_plain = re.fullmatch(r"https?://[\w.:\[\]-]+(/[\w.~%/-]*)?", url)
-        if not is_plain or (httpx2.URL(url).port or 0) >= 1 << 16:
+        if not re.fullmatch(r"https?://[\w.:\[\]-]+(/[\w.~%/-]*)?", url):
             raise UserError(
                 "The address of a remote reward is written like http://127.0.0.1:8000 or "
                 f"https://scorer.example/path, not {url!r}. "
@@ -351,7 +344,7 @@ class RemoteReward:
                 stacklevel=2,
             )
         try:
-            answer = self.pool.submit(self.ask, "GET", "/health").result()
+            answer = self.pool.submit(self.ask, "/health").result()
         except RemoteError as e:
             raise UserError(str(e)) from e
         self.name, self.wants = clean(answer.get("name"), 80), answer.get("wants")
@@ -371,6 +364,7 @@ class RemoteReward:
         sources: list | None = None,  # N lists of source images
         metadata: list[dict] | None = None,
     ) -> Tensor:  # [N] float32
+        "The server's scores. RemoteError: it gives none."
         given = {"targets": targets, "sources": sources, "metadata": metadata}
         wanted = {name: x for name, x in given.items() if x is not None and name in self.wants}
         wanted |= {"images": images, "prompts": list(prompts)}
@@ -398,39 +392,32 @@ class RemoteReward:
                 f"The metadata for a remote reward cannot be written as JSON ({e}). "
                 "Use only texts, finite numbers, lists and dicts in metadata."
             ) from e
-        scores = self.ask("POST", "/score", body).get("scores")
-        fits = isinstance(scores, list) and len(scores) == n
-        for x in scores if fits else ():  # type, not isinstance: True is not a score
-            fits = fits and (x is None or (type(x) in (int, float) and abs(x) < 3e38))
-        if not fits:
+
+        def is_score(x):  # type, not isinstance: True is not a score
+            return x is None or (type(x) in (int, float) and abs(x) < 3e38)
+
+        scores = self.ask("/score", body).get("scores")
+        if not isinstance(scores, list) or len(scores) != n or not all(map(is_score, scores)):
             raise RemoteError(
                 f"The remote reward at {self.url} returned {clean(scores)} for {n} images. Fix "
                 "the server: one finite number or null per image, in their order."
             )
         return torch.tensor([float("nan") if score is None else score for score in scores])
 
-    def ask(self, method: str, path: str, body: bytes | None = None) -> dict:
+    def ask(self, path: str, body: bytes | None = None) -> dict:
         "One request with its retries -> the answer's JSON object. RemoteError: there is none."
         for attempt in range(1 + self.retries):
             if attempt:
                 time.sleep(self.pause * 2 ** (attempt - 1))
-            try:
-                request = exchange(self.url + path, method, body, self.timeout)
-                status, data = asyncio.run(request)
-            except (TimeoutError, httpx2.HTTPError) as e:
-                status = type(e).__name__
-                reason = f"gave no answer ({status}: {e})"
-                continue
-            try:
-                answer = json.loads(data) if len(data) <= MAX_ANSWER else "it is too long"
-            except (ValueError, RecursionError):
-                answer = data[:200].decode(errors="replace")
-            if status == 200 and isinstance(answer, dict):
+            status, answer = asyncio.run(exchange(self.url + path, body, self.timeout))
+            is_object = isinstance(answer, dict)
+            if status == 200 and is_object:
                 return answer
-            said = answer.get("error") if isinstance(answer, dict) else answer
-            reason = f"answered with status {status}: {said}"
-            if status < 500 and status not in (408, 429):
+            if status in range(500) and status not in (408, 429):
                 break
+        said = clean(answer.get("error") if is_object else answer)
         fix = FIXES.get(status, "Read the server's own output.")
         times = f" (asked {attempt + 1} times)" if attempt else ""
-        raise RemoteError(f"The remote reward at {self.url} {clean(reason)}. {fix}{times}")
+        raise RemoteError(
+            f"The remote reward at {self.url} gave no scores ({status}: {said}). {fix}{times}"
+        )

@@ -126,11 +126,11 @@ class KeepLines(argparse.RawDescriptionHelpFormatter, DefaultHelpFormatter):
 
 
 def metrics_help() -> str:
-    "The list of metrics for --help: name, range, what it measures, what it needs, its source."
+    "The list of metrics for --help: name, range, what it measures, what it needs, its module."
     lines = ["metrics (higher is better), for reward.metrics and reward.dit_metrics:"]
     indent = " " * 6
     for name, metric in METRICS.items():
-        text = f"{metric.measures}; needs {metric.needs} [{metric.source}]"
+        text = f"{metric.measures}; needs {metric.needs} [{metric.place}]"
         lines.append(f"  {name} ({metric.range})")
         lines += textwrap.wrap(text, 92, initial_indent=indent, subsequent_indent=indent)
     return "\n".join(lines)
