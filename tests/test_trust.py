@@ -26,7 +26,6 @@ NEEDS_TRUST = [
     ("train", "--resume latest --output_dir RUN"),
     ("train", "--resume latest --config PLACE"),
     ("train", "--dry_run --num_steps 9 --resume RUN"),
-    ("train", "--resume RUN --reward.functions+ mine.py:f"),
     ("train", "--resume RUN --reward.metrics.good 2"),
     ("evaluate", "--checkpoint RUN"),
     ("evaluate", "--checkpoint=CHECKPOINT"),
