@@ -43,7 +43,6 @@ from glm_grpo.training.callbacks import (
     ImageStatistics,
     JsonlLogger,
     ProgressLines,
-    SampleGrid,
     TrackerLogger,
 )
 from ..training.ranks import Ranks
@@ -268,13 +267,12 @@ def make_trainer(
 
     saved = training.save_interval, training.keep_checkpoints, best, training.save_minutes
     saves = CheckpointCallback(out / "checkpoints", *saved)
-    every, trackers = training.sample_interval, tracker_names(config)
+    shown = training.log_interval, training.sample_interval, tracker_names(config)
     callbacks = [
         ImageStatistics(),
         *watch,
         JsonlLogger(out / "metrics.jsonl"),
-        TrackerLogger(out, training.log_interval, every, trackers),
-        SampleGrid(out / "samples", every=every),
+        TrackerLogger(out, *shown),
         saves,
         ProgressLines(training.log_interval),
     ]

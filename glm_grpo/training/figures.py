@@ -121,18 +121,10 @@ def step_curves(
     evaluations: Sequence[dict] = (),  # step, reward_mean, perhaps standard_error
     health: bool = True,  # False: only the reward, in a small figure
 ) -> ShownFigure:
-    "Reward against step, with a running mean over a tenth of the run, and what HEALTH is not 0."
+    "Reward against step, with a running mean over a tenth of the run; below it those of HEALTH."
     steps = [line["step"] for line in lines]
-    panels = {}  # title -> policy (empty: the only one) -> a value per step
-    for name, title in HEALTH.items() if health else ():
-        for policy in ("", "ar/", "dit/"):
-            values = np.array([line.get(policy + name) for line in lines], dtype=float)
-            if np.nan_to_num(values).any():
-                panels.setdefault(title, {})[policy.strip("/")] = values
-    size = (8, 5 if panels else 3) if health else (5, 1.8)
-    figure = ShownFigure(figsize=size, layout="constrained")
-    rows = [["reward"] * max(1, len(panels)), list(panels)]
-    axes = figure.subplot_mosaic(rows[: 1 + bool(panels)])
+    figure = ShownFigure(figsize=(8, 5) if health else (5, 1.8), layout="constrained")
+    axes = figure.subplot_mosaic([["reward"] * 3, list(HEALTH)] if health else [["reward"]])
     top, width = axes["reward"], max(1, len(lines) // 10)
     rewards = np.array([line["reward_mean"] for line in lines], dtype=float)
     means = [rewards[max(0, end - width) : end].mean() for end in range(1, len(lines) + 1)]
@@ -143,14 +135,15 @@ def step_curves(
         errors = [one.get("standard_error", 0) for one in evaluations]
         top.errorbar(at, held_out, errors, fmt="o", color="k", ms=4, lw=1, label="evaluated")
     top.set(xlabel="step", ylabel="mean reward")
-    above = {"loc": "lower left", "bbox_to_anchor": (0, 1), "ncols": 4, "frameon": False}
-    top.legend(fontsize=9, **above)
+    top.legend(fontsize=9, loc="lower left", bbox_to_anchor=(0, 1), ncols=4, frameon=False)
     top.xaxis.get_major_locator().set_params(integer=True)
-    for title, curves in panels.items():
-        for policy, values in curves.items():
-            axes[title].plot(steps, values, lw=1, label=policy)
-        axes[title].set_title(title, fontsize=10)
-        axes[title].set_xlabel("step")
-        if any(curves):
-            axes[title].legend(fontsize=9)
+    for name, title in HEALTH.items() if health else ():
+        for policy in ("", "ar/", "dit/"):
+            if policy + name in lines[0]:
+                values = np.array([line.get(policy + name) for line in lines], dtype=float)
+                axes[name].plot(steps, values, lw=1, label=policy.strip("/"))
+        axes[name].set_title(title, fontsize=10)
+        axes[name].set_xlabel("step")
+        if f"ar/{name}" in lines[0]:
+            axes[name].legend(fontsize=9)
     return figure
