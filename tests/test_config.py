@@ -94,9 +94,9 @@ SLIPS = {  # words -> a part of the message
     "--data.image_size [32,-64]": "from 32 to 4096. The nearest that works is 32",
     "--rollout.temperature 1e-9": "rollout.temperature 1e-09: must be at least 0.01",
     "--reward.metrics.edit 1": "edit judges edits",
-    "--model.component dit --rollout.noise_level 0": "without noise",
-    "--model.component both --rollout.num_inference_steps 1": "needs at least 2",
-    "--model.component both --rollout.noise_level 1.5": "cps takes at most 1",
+    "--model.component dit --rollout.noise_level 0": "rollout.noise_level 0",
+    "--model.component both --rollout.num_inference_steps 1": "num_inference_steps 1",
+    "--model.component both --rollout.noise_level 1.5": "rollout.noise_level 1.5",
     "--reward.dit_metrics {sign:\\ 1}": "there is one reward",
     "--model.component dit --reward.dit_functions a.py:f": "there is one reward",
     "--reward.metrics {scene:\\ 0}": "all weights are 0",
@@ -111,8 +111,8 @@ SLIPS = {  # words -> a part of the message
     "--reward.grpo.delta 1.1": "reward.grpo.delta 1.1",
     "--reward.dit_metrics.beauty 1 --model.component both": "reward.dit_metrics.beauty",
     "--training.trackers [tensorboard,comet]": "comet: no such tracker",
-    "--training.shard true": "only a small adapter learns",
-    "--training.shard true --model.lora false --training.ema_decay 0.9": "no moving averages",
+    "--training.shard true": "training.shard",
+    "--training.shard true --model.lora false --training.ema_decay 0.9": "training.ema_decay",
 }
 
 

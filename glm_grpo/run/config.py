@@ -14,6 +14,7 @@ import dataclasses
 import importlib.util
 import itertools
 import json
+import math
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -337,17 +338,13 @@ def denoising_problems(config: Config) -> Iterator[str]:
     if rollout.dit_objective == "matching":
         yield from matching_problems(rollout, config.reward.grpo, config.training)
         return
-    if rollout.noise_level <= 0:
+    most = 1.0 if rollout.sde_type == "cps" else math.inf
+    if not 0 < rollout.noise_level <= most or rollout.num_inference_steps < 2:
         yield (
-            f"rollout.noise_level {rollout.noise_level}: without noise the denoising policy makes "
-            "no decisions. Set it to 0.3 to 1, or set model.component ar."
-        )
-    if rollout.sde_type == "cps" and rollout.noise_level > 1:
-        yield f"rollout.noise_level {rollout.noise_level}: cps takes at most 1."
-    if rollout.num_inference_steps < 2:
-        yield (
-            f"rollout.num_inference_steps {rollout.num_inference_steps}: the last step adds no "
-            "noise, so the denoising policy needs at least 2."
+            f"rollout.noise_level {rollout.noise_level}, rollout.num_inference_steps "
+            f"{rollout.num_inference_steps}: the decisions of the denoising policy are the noise "
+            "of all steps but the last. Give a noise level above 0 (with sde_type cps at most 1) "
+            "and at least 2 steps, or set model.component ar."
         )
 
 # %% ../../nbs/6_run/01_config.ipynb #kn009
@@ -371,23 +368,12 @@ def weight_problems(config: Config) -> Iterator[str]:
             "model.torch_dtype float16 cannot train all weights: small updates vanish. Use "
             "bfloat16 or float32, or model.lora true."
         )
-    if not training.shard:
-        return
-    fix = "or training.shard false."
-    if model.lora:
+    one_copy = model.lora or training.ema_decay is not None or training.optimizer != "adamw"
+    if training.shard and one_copy:
         yield (
-            "training.shard true spreads all weights, and with model.lora true only a small "
-            f"adapter learns. Set model.lora false, {fix}"
-        )
-    if training.ema_decay is not None:
-        yield (
-            f"training.ema_decay {training.ema_decay}: no moving averages of sharded weights. Set "
-            f"it to null, {fix}"
-        )
-    if training.optimizer != "adamw":
-        yield (
-            f"training.optimizer {training.optimizer}: bitsandbytes supports no sharded weights. "
-            f"Use adamw, {fix}"
+            "training.shard true spreads weights that train in full, without averages, and with "
+            "AdamW in float32. Set model.lora false, training.ema_decay null and "
+            "training.optimizer adamw, or training.shard false."
         )
 
 # %% ../../nbs/6_run/01_config.ipynb #kn016
