@@ -16,10 +16,11 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable
-from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
+from PIL import Image
+from tqdm import tqdm
 
 from ..data.basics import UserError, atomic_write, patch_to
 from ..data.images import images_html
@@ -95,9 +96,9 @@ class ProgressLines(Callback):
 
     def pace(self, trainer) -> str:
         "The mean seconds per step since the start, and the time left, as a text."
-        seconds = (time.perf_counter() - self.begun) / (trainer.step - self.first + 1)
-        left = timedelta(seconds=round(seconds * (trainer.last_step - trainer.step)))
-        return f"{seconds:.2g} s/step, {left} left"
+        done, number = trainer.step - self.first + 1, trainer.last_step - self.first + 1
+        text = "{rate_inv:.2g} s/step, {remaining} left"
+        return tqdm.format_meter(done, number, time.perf_counter() - self.begun, bar_format=text)
 
     def show(self, trainer) -> None:
         "Print the line; above the first one the agreement."
@@ -214,17 +215,15 @@ def start_tracker(
         output_dir.mkdir(parents=True, exist_ok=True)
         with warnings.catch_warnings(action="ignore"):
             accelerator = Accelerator(log_with=name, project_dir=str(output_dir))
-        if not accelerator.log_with:
-            raise ModuleNotFoundError("its package is not there: pip install it")
         options = {"wandb": wandb, "tensorboard": tensorboard}
         accelerator.init_trackers(project, init_kwargs=options)
+        return accelerator.trackers[0]
     except Exception as e:  # each tracker has errors of its own
         reason = f"{type(e).__name__}: {str(e).rstrip('.')}"
         raise UserError(
             f"training.trackers {name}: it cannot start ({reason}). Fix it, or leave this "
             "tracker out."
         ) from e
-    return accelerator.trackers[0]
 
 
 class TrackerLogger(Callback):
@@ -260,8 +259,9 @@ class TrackerLogger(Callback):
             tracker.log(numbers, step=step)
         if not is_due(step, self.image_every):
             return
-        grid = sample_grid(experience)
-        save_figure(grid, self.output_dir / "samples" / f"step_{step:06d}.png")
+        path = self.output_dir / "samples" / f"step_{step:06d}.png"
+        save_figure(sample_grid(experience), path)
+        grid = Image.open(path).convert("RGB")
         for tracker in self.trackers:
             if tracker.name == "tensorboard":
                 array = {"train/samples": np.asarray(grid)[None]}
@@ -296,21 +296,18 @@ def _repr_html_(self):
 def trainer_html(
     trainer: "MinimalGRPOTrainer",  # noqa: F821
 ) -> str:
-    "Policies, step, the reward as a curve; the last step's metrics and the agreement, folded."
-    lines, folded = trainer.history, {}
+    "Policies, step, the reward as a curve; the agreement, folded."
+    lines = trainer.history
     shown = f"<div>{html.escape(repr(trainer))}</div>"
     if lines:
         shown += f"<div>Step {trainer.step}: {describe_step(trainer)}</div>"
-        rows = [f"<tr><td>{k}</td><td>{v:.4g}</td></tr>" for k, v in lines[-1].items()]
-        folded[f"all metrics of step {trainer.step}"] = f"<table>{''.join(rows)}</table>"
     if len(lines) > 1:
         address = png_address(step_curves(lines, health=False))
         label = f"reward of steps {lines[0]['step']} to {trainer.step}"
         shown += f'<img src="{address}" alt="{label}" style="max-width:100%" class="curve">'
     if trainer.agreement:
         title = "agreement of sampling and scoring before the first update"
-        folded[title] = trainer.agreement._repr_html_()
-    for title, table in folded.items():
+        table = trainer.agreement._repr_html_()
         shown += f"<details><summary>{title}</summary>{table}</details>"
     return shown
 
