@@ -116,6 +116,7 @@ TEXTS = (
     "what to watch: reward_mean and its trend, and the held-out reward (reward_curve.png, "
     "page.html, TensorBoard in logs/); then grad_norm, clip_fraction and kl. Do not watch the "
     "loss: with one optimizer step per rollout it is always zero.",
+    f"short names: {', '.join(f'--{short} for --{name}' for short, name in SHORT.items())}.",
     "two more flags: --debug shows the traceback of an error (so does GLM_GRPO_DEBUG=1). "
     "--trust_run_code, with --resume, allows reward functions that only the config.yaml of the "
     "run names. Its servers (reward.remote) must be named again. See SECURITY.md.",
@@ -151,11 +152,9 @@ def option_parser(prog: str = TRAIN) -> ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_class_arguments(Config)
-    short = {name: f" Short: --{flag}" for flag, name in SHORT.items()}
     for action in parser._actions:  # argparse's list
         if option := OPTIONS.get(action.dest):
-            text = option.metadata["help"].replace("%", "%%")
-            action.help = text + short.get(action.dest, "")
+            action.help = option.metadata["help"].replace("%", "%%")
         elif action.dest in SECTIONS:
             action.help = argparse.SUPPRESS
     return parser

@@ -6,7 +6,7 @@
 __all__ = ['LARGEST_SIDE', 'TRACKERS', 'OF_THE_TINY_MODEL', 'RENAMED', 'GONE', 'MOVED', 'ModelConfig', 'LengthOptions',
            'TrainingConfig', 'RewardConfig', 'size_problem', 'DataConfig', 'Config', 'reward_weights',
            'brought_by_user', 'image_height_width', 'tracker_names', 'trainer_options', 'denoising_problems',
-           'weight_problems', 'record_problems', 'reward_problems', 'is_large', 'default_problems', 'check_config',
+           'weight_problems', 'tracker_problems', 'reward_problems', 'is_large', 'default_problems', 'check_config',
            'to_yaml', 'translate']
 
 # %% ../../nbs/6_run/01_config.ipynb #n005
@@ -23,7 +23,7 @@ from typing import Literal
 import yaml
 
 from ..data.basics import Entry, above, at_least, bundled, check_options, option
-from ..data.basics import option_value, refuse
+from ..data.basics import option_value, refuse, shown
 from ..data.rollout import RolloutOptions
 from ..model.adapters import LoraOptions
 from ..model.loading import is_hub_id
@@ -363,11 +363,6 @@ def weight_problems(config: Config) -> Iterator[str]:
             f"reward.grpo.beta {beta} needs model.lora true: the reference policy is the adapter "
             "switched off. Train with LoRA, or set beta to 0."
         )
-    if model.torch_dtype == "float16" and not model.lora:
-        yield (
-            "model.torch_dtype float16 cannot train all weights: small updates vanish. Use "
-            "bfloat16 or float32, or model.lora true."
-        )
     one_copy = model.lora or training.ema_decay is not None or training.optimizer != "adamw"
     if training.shard and one_copy:
         yield (
@@ -391,9 +386,8 @@ TRACKERS = (
 )
 
 
-def record_problems(config: Config) -> Iterator[str]:
-    "Trackers that do not exist or are not installed; evaluations without samples."
-    training = config.training
+def tracker_problems(config: Config) -> Iterator[str]:
+    "Trackers that do not exist or are not installed."
     for name in tracker_names(config):
         if name not in TRACKERS:
             yield f"training.trackers {name}: no such tracker. There are {', '.join(TRACKERS)}."
@@ -402,11 +396,6 @@ def record_problems(config: Config) -> Iterator[str]:
                 f"training.trackers {name}: its package is not installed. pip install {name}, or "
                 "take tensorboard."
             )
-    if training.eval_interval and not training.eval_samples:
-        yield (
-            f"training.eval_interval {training.eval_interval}: training.eval_samples 0 means no "
-            "evaluation. Give it 1 or more."
-        )
 
 # %% ../../nbs/6_run/01_config.ipynb #kn019
 def reward_problems(config: Config) -> Iterator[str]:
@@ -419,11 +408,6 @@ def reward_problems(config: Config) -> Iterator[str]:
     for name in sorted({*own} & {*remote}):
         yield f"reward.remote.{name}: a function has this name, too. Rename one of them."
     is_sum = reward.use_advanced or own
-    if reward.normalise == "group" and not is_sum:
-        yield (
-            "reward.normalise group compares the parts of a weighted sum. Set reward.use_advanced "
-            "true, or take none."
-        )
     known = {*METRICS, *remote, *own}
     for_edits = ("edit", "edit_check") if config.training.mode == "t2i" and is_sum else ()
     for where, dit in (("reward.metrics", False), ("reward.dit_metrics", True)):
@@ -487,7 +471,7 @@ def check_config(
         default_problems(config, trains),
         denoising_problems(config),
         weight_problems(config),
-        record_problems(config),
+        tracker_problems(config),
         reward_problems(config),
     )
     refuse(list(itertools.chain(*rules)))
@@ -534,18 +518,16 @@ def translate(
         place = MOVED[value]
         note = f"{value} is not there; taken: {place or 'the images beside the prompts'}"
         return (replace(entry, value=place) if place else None), note
+    new_name, new = name, value
     if last == "device_map":
-        device = None if value == "auto" else value
-        return replace(entry, name="model.device", value=device), (
-            f"{name} {value}: taken as model.device, one device for the whole model; several "
-            "GPUs: one process for each, with torchrun"
-        )
-    if isinstance(value, dict) and value.keys() == {"height", "width"}:  # of data.image_size
-        size = [value["height"], value["width"]]
-        return replace(entry, value=size), f"{name}: taken as {size}"
-    if isinstance(value, dict) and "text_accuracy" in value:
-        metrics = {"text" if k == "text_accuracy" else k: v for k, v in value.items()}
-        return replace(entry, value=metrics), f"{name}: text_accuracy is called text here"
-    if name in known or last not in RENAMED:
+        new_name, new = "model.device", None if value == "auto" else value
+    elif isinstance(value, dict) and value.keys() == {"height", "width"}:  # of data.image_size
+        new = [value["height"], value["width"]]
+    elif isinstance(value, dict):
+        new = {"text" if key == "text_accuracy" else key: one for key, one in value.items()}
+    elif name not in known:
+        new_name = RENAMED.get(last, name)
+    if (new_name, new) == (name, value):
         return entry, ""
-    return replace(entry, name=RENAMED[last]), f"{name} is called {RENAMED[last]} here"
+    note = f"{name} {shown(value)}: taken as {new_name} {shown(new)}"
+    return replace(entry, name=new_name, value=new), note

@@ -117,7 +117,7 @@ class Run:
         self.watch = PeriodicEvaluation(
             self.out / "eval_history.jsonl",
             self.measure,
-            training.eval_interval,
+            training.eval_interval if training.eval_samples else 0,
             [name for name, weight in part_weights(self.reward).items() if weight],
             lambda text: ranks.first and tqdm.write(f"{'WARNING':>10}  {text}"),
             writes=ranks.first,
@@ -382,8 +382,7 @@ def train(config: Config) -> int:  # one of `STATUSES`
             run.prepare()
             if config.dry_run:
                 plan(config, run.dataset, run.heldout, run.reward, run.say)
-                left = f" (after step {step} there are fewer steps left)" if step else ""
-                run.say("dry run", f"all checks passed; nothing was trained or written{left}")
+                run.say("dry run", "all checks passed; nothing was trained or written")
                 return 0
             try:
                 run.load()

@@ -49,7 +49,7 @@ def image_grid(
     figure.suptitle(title, fontsize=9)
     text = {"parse_math": False}  # a prompt may have a dollar sign
     for part, (prompt, images) in zip(figure.subfigures(rows, columns, squeeze=False).flat, blocks):
-        words = textwrap.fill(prompt, 20 * number)
+        words = textwrap.fill(textwrap.shorten(prompt, 60 * number), 20 * number)
         part.suptitle(words, fontsize=9, x=0.01, ha="left", **text)
         axes = part.subplots(1, number, squeeze=False)[0]
         for ax in axes:
