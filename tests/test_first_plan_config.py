@@ -171,14 +171,3 @@ def test_a_large_model_needs_options_of_its_own(tmp_path):
     )
     (tmp_path / "mine.yaml").write_text(mine)
     check_config(parse_args([*PUBLISHED, "--config", str(tmp_path / "mine.yaml")]))
-
-
-def test_a_copy_of_the_tiny_model_keeps_its_defaults(tmp_path):
-    config_json = tmp_path / "mine/vision_language_encoder/config.json"
-    config_json.parent.mkdir(parents=True)
-    config_json.write_text('{"text_config": {"hidden_size": 192}}')
-    check_config(parse_args(["--model.name", str(tmp_path / "mine")]))
-    config_json.write_text('{"text_config": {"hidden_size": 4096}}')
-    assert "tiny model" in refusal(
-        check_config, parse_args(["--model.name", str(tmp_path / "mine")])
-    )

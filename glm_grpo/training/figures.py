@@ -67,17 +67,15 @@ def sample_blocks(
     images: int | None = None,  # at most so many images of a prompt, the best ones; None: all
 ) -> list[tuple[str, list[tuple[Image.Image, str]]]]:
     "Prompts with their images, best first, and their rewards and advantages as captions."
-    rollout, blocks = experience.rollout, []
+    rollout, rewards, blocks = experience.rollout, experience.rewards, []
     first = next(iter(experience.samples.values()))
     size = first.group_size * len(rollout) // len(first)  # images of a prompt
     for start in range(0, len(rollout), size)[:groups]:
-        rewards = experience.rewards[start : start + size]
-        order = rewards.argsort(descending=True, stable=True)[:images]
-        row = []
-        if rollout.source_images:
-            row.append((rollout.source_images[start][0], "source"))
-        for i, image in zip(start + order, tensor_to_pil(rollout.image_tensors[start + order])):
-            caption = f"{experience.rewards[i]:.3f}"
+        best = rewards[start : start + size].argsort(descending=True, stable=True)[:images] + start
+        sources = rollout.source_images
+        row = [(sources[start][0], "source")] if sources else []
+        for i, image in zip(best, tensor_to_pil(rollout.image_tensors[best])):
+            caption = f"{rewards[i]:.3f}"
             for name, samples in experience.samples.items():
                 if samples.advantages is not None:
                     advantage = samples.advantages[i * len(samples) // len(rollout)].mean()
