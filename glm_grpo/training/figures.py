@@ -49,13 +49,13 @@ def image_grid(
     figure.suptitle(title, fontsize=9)
     text = {"parse_math": False}  # a prompt may have a dollar sign
     for part, (prompt, images) in zip(figure.subfigures(rows, columns, squeeze=False).flat, blocks):
-        words = textwrap.fill(textwrap.shorten(prompt, 60 * number), 20 * number)
+        words = textwrap.fill(prompt[: 60 * number], 20 * number)
         part.suptitle(words, fontsize=9, x=0.01, ha="left", **text)
         axes = part.subplots(1, number, squeeze=False)[0]
         for ax in axes:
             ax.axis("off")
         for ax, (image, caption) in zip(axes, images):
-            ax.imshow(image)
+            ax.imshow(image.convert("RGB"))
             words = textwrap.fill(caption, 20)
             ax.set_title(words, fontsize=8, color="gray", y=0, va="top", pad=-3, **text)
     return figure
