@@ -203,7 +203,7 @@ def update(
     max_grad_norm: float,
     reference: Tensor | None = None,  # [N, T] log-probs of the reference model
     beta: float = 0.0,  # weight of the KL
-) -> float:  # loss
+) -> dict[str, float]:  # loss, ratio
     "The clipped loss, its gradient, and one step of the optimizer."
     ratio, advantages = (new - old).exp(), advantages[:, None].to(new.device)
     clipped = ratio.clamp(1 - clip_range, 1 + clip_range)
@@ -216,7 +216,7 @@ def update(
     weights = [weight for group in optimizer.param_groups for weight in group["params"]]
     torch.nn.utils.clip_grad_norm_(weights, max_grad_norm)
     optimizer.step()
-    return loss.item()
+    return {"loss": loss.item(), "ratio": ratio.mean().item()}
 
 # %% ../nbs/01_the_plain_way.ipynb #p26
 def train_tokens(
@@ -247,8 +247,8 @@ def train_tokens(
     ar = pipe.vision_language_encoder
     new = torch.stack([score_tokens(ar, sample, recipe) for sample in samples])
     limits = recipe.clip_range, recipe.max_grad_norm
-    loss = update(optimizer, new, old, advantages, *limits, ref, recipe.beta)
-    return {"reward": rewards.mean().item(), "loss": loss, "ratio": (new - old).exp().mean().item()}
+    learned = update(optimizer, new, old, advantages, *limits, ref, recipe.beta)
+    return {"reward": rewards.mean().item()} | learned
 
 # %% ../nbs/01_the_plain_way.ipynb #p30
 @dataclass
@@ -386,5 +386,5 @@ def train_denoising(
     old = torch.stack([torch.stack(sample.logprobs) for sample in samples])
     new = torch.stack([score_denoising(pipe.transformer, sample, recipe) for sample in samples])
     limits = recipe.dit_clip_range, recipe.max_grad_norm
-    loss = update(optimizer, new, old, advantages, *limits)
-    return {"reward": rewards.mean().item(), "loss": loss, "ratio": (new - old).exp().mean().item()}
+    learned = update(optimizer, new, old, advantages, *limits)
+    return {"reward": rewards.mean().item()} | learned

@@ -46,11 +46,8 @@ pytestmark = pytest.mark.usefixtures("at_root")
 # the folder of the test. Mistakes that options alone show are in test_config.py.
 MINE = "--data.prompts_file FOLDER/prompts.txt"
 MISTAKES = {
-    "unknown option": ("--training.learningrate 1", "training.learning_rate"),
-    "unknown option in a file": ("--config FOLDER/bad.yaml", "learning_rate"),
     "torn YAML": ("--config FOLDER/torn.yaml", "torn.yaml, line 2"),
     "an alias to itself": ("--config FOLDER/alias.yaml", "alias.yaml"),
-    "not a multiple of 32": ("--data.image_size 100", "96"),
     "i2i without sources": (f"--mode i2i {MINE}", "source images"),
     "weights that are missing": ("--reward.metrics.clip 1", "reward.models.clip"),
     "no such weights": ("--reward.metrics.clip 1 --reward.models.clip FOLDER/none", "none"),
@@ -94,7 +91,6 @@ def wrong_files(folder):
         "gap.txt": "a cat\n\na dog\n",
         "free/prompts.txt": "a cat in the middle on a red ground\na landscape with trees\n",
         "two.txt": "\n".join(PROMPTS[:2]) + "\n",
-        "bad.yaml": "training: {learning_rat: 1}\n",
         "torn.yaml": "training: [1\n",
         "alias.yaml": "training: &x {training: *x}\n",
         "no_reward.py": "def other(images): return 0\n",

@@ -25,7 +25,7 @@ def test_the_console_says_what_to_watch(folder, capsys):
     out, err = capsys.readouterr()
     assert "\r" not in out + err and out.isascii()
     assert "the loss is zero by construction with one update per rollout" in out
-    numbers = r"reward \S+ .*grad \S+, clip \S+%, kl \S+, \S+ s/step, \d:\d\d:\d\d left"
+    numbers = r"reward \S+ .*grad \S+, clip \S+%, kl \S+, \S+ s/step, \d\d:\d\d left"
     shown = re.findall(rf"^\d\d:\d\d:\d\d  step (\d)/4  {numbers}$", out, re.M)
     assert shown == ["1", "3", "4"]  # the first, every third, the last
     assert max(abs(line["loss"]) for line in read_jsonl(folder / "run/metrics.jsonl")) < 1e-6

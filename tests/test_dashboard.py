@@ -109,23 +109,6 @@ def test_given_callbacks_are_kept(kernel):
     assert callbacks_or_default(None, first=False) == [] == kernel.begun
 
 
-def test_a_trainer_shows_its_steps_and_metrics(tmp_path):
-    trainer = make_trainer(callbacks=())
-    assert "curve" not in trainer._repr_html_() and "step 0" in trainer._repr_html_()
-    lines = trainer.train(3)
-    assert trainer.history == lines
-    trainer.save_checkpoint(tmp_path / "three")
-    lines += [trainer.train_step(BATCH)]
-    assert trainer.history == lines
-    shown = trainer._repr_html_()
-    assert f"Step 4: reward {lines[3]['reward_mean']:.3f}" in shown and "steps 1 to 4" in shown
-    assert f"<td>grad_norm</td><td>{lines[3]['grad_norm']:.4g}</td>" in shown
-    assert repr(trainer) in shown and repr(trainer).startswith("MinimalGRPOTrainer(ar of toy")
-    trainer.load_checkpoint(tmp_path / "three")
-    assert f"Step 3: reward {lines[2]['reward_mean']:.3f}" in trainer._repr_html_()
-    assert trainer.train(1)[0]["reward_mean"] == lines[3]["reward_mean"]
-
-
 def test_captions_have_the_advantages_of_both_policies():
     trainer = make_trainer(ToyStudio(PROMPTS), callbacks=(), images_per_sample=2)
     experience = trainer.collect(BATCH)

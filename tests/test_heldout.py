@@ -6,9 +6,7 @@ from helpers import PROMPTS, evaluate_main, main, read_json, small
 
 from glm_grpo.data.prompts import T2IDataset, split_off
 from glm_grpo.run.build import describe_data, open_data
-from glm_grpo.run.alarms import prompts_label
 from glm_grpo.run.config import Config, DataConfig
-from glm_grpo.run.report import write_page
 
 pytestmark = pytest.mark.usefixtures("at_root")
 AGAIN = ["--training.eval_samples", 0, "--trust_run_code"]
@@ -74,23 +72,3 @@ def test_the_training_file_named_for_evaluations_is_not_held_out(twenty, name):
     training, evaluated = open_data(config)
     assert len(training) == 20 and evaluated.trained_on
     assert "none held out" in describe_data(config, training, evaluated)
-
-
-def test_pages_name_the_prompts_they_show(tmp_path):
-    from PIL import Image
-
-    result = {
-        "reward_mean": 0.5,
-        "rewards": [[0.5]],
-        "prompts": ["a cat"],
-        "pictures": 1,
-        "images": [[Image.new("RGB", (8, 8))]],
-        "metrics": {},
-    }
-    for held_out, name in ((True, "held-out prompts"), (False, "training prompts")):
-        same = result | {"prompts_are_held_out": held_out}
-        assert prompts_label(same) == name
-        page = tmp_path / "page.html"
-        write_page(page, same, same)
-        assert f"1 {name} with 1 image each" in page.read_text(encoding="utf-8")
-    assert prompts_label(result) == "held-out prompts"  # of an earlier version

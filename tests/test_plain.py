@@ -84,7 +84,7 @@ def learn(pipe, half, samples, advantages):
         score = plain.score_tokens if half == "ar" else plain.score_denoising
         new = torch.stack([score(module, sample, RECIPE) for sample in samples])
         limits = clip_range, RECIPE.max_grad_norm
-        losses.append(plain.update(optimizer, new, old, advantages, *limits))
+        losses.append(plain.update(optimizer, new, old, advantages, *limits)["loss"])
         gradients = gradients or {name: w.grad.clone() for name, w in trained(module).items()}
     return losses, gradients
 

@@ -264,7 +264,7 @@ def test_a_run_on_two_ranks_evaluates_together(tmp_path):
     words = ["--training.eval_samples", 1, "--training.eval_interval", 1, "--num_steps", 2]
     words += ["--data.eval_prompts_file", tmp_path / "heldout.txt"]
     said = succeed(on_ranks(2, tmp_path, main, *options_of(tmp_path, *words)))
-    assert said.count("measuring 5 held-out prompts") == 2
+    assert said.count("measuring 1 images of each prompt") == 2
     run = tmp_path / "run"
     history = read_jsonl(run / "eval_history.jsonl")
     assert [line["step"] for line in history] == [0, 1, 2]

@@ -215,7 +215,8 @@ def test_a_run_writes_its_steps_and_its_agreement_into_the_page(tmp_path):
     seen = Reader(tmp_path / "page.html")
     assert "Sampling and scoring disagree" in seen.texts and "steps" in seen.texts
     assert "5 of 28, 0.0 minutes" in seen.texts and "data/tiny-glm-image" in seen.text
-    write_results(tmp_path, before, None)  # interrupted, without evaluations in between
+    watch.history = []
+    write_results(tmp_path, before, None, watch, Config())  # interrupted before another evaluation
     assert "interrupted" in Reader(tmp_path / "page.html").text
 
 

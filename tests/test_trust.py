@@ -10,7 +10,7 @@ import pytest
 from helpers import GREEN, ROOT, evaluate_main, files, main, small, steps, told
 
 from glm_grpo.data.basics import refusal
-from glm_grpo.run.command_line import OPTIONS, Words, parse_args
+from glm_grpo.run.command_line import OPTIONS, parse_args
 from glm_grpo.run.evaluation import OWN
 
 pytestmark = pytest.mark.usefixtures("at_root")
@@ -26,7 +26,6 @@ NEEDS_TRUST = [
     ("train", "--resume latest --output_dir RUN"),
     ("train", "--resume latest --config PLACE"),
     ("train", "--dry_run --num_steps 9 --resume RUN"),
-    ("train", "--resume RUN --reward.functions+ mine.py:f"),
     ("train", "--resume RUN --reward.metrics.good 2"),
     ("evaluate", "--checkpoint RUN"),
     ("evaluate", "--checkpoint=CHECKPOINT"),
@@ -164,8 +163,3 @@ def test_runs_that_start_at_the_same_moment_have_folders_of_their_own(folder, mo
         steps(run) == [1]
         and f"output_dir: {run.relative_to(folder)}" in (run / "config.yaml").read_text()
     )
-
-
-@pytest.mark.parametrize("words", [[""], ["--seed", ""], ["--seed="], ["--"], ["-1"]])
-def test_empty_words_are_told_in_one_line(words):
-    assert "\n" not in refusal(Words, words)

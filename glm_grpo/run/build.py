@@ -43,7 +43,6 @@ from glm_grpo.training.callbacks import (
     ImageStatistics,
     JsonlLogger,
     ProgressLines,
-    SampleGrid,
     TrackerLogger,
 )
 from ..training.ranks import Ranks
@@ -72,29 +71,24 @@ def open_dataset(
 
 # %% ../../nbs/6_run/13_build.ipynb #n007
 def open_data(config: Config) -> tuple[T2IDataset, T2IDataset]:  # training, evaluations
-    """Both datasets, all files checked. Those that are trained on have `trained_on`; without
-    held-out prompts both are one. The names of files that were found are written into the config.
+    """Both datasets, all files checked. Those that are trained on have `trained_on`, also a copy of
+    the training prompts. The names of files that were found are written into the config.
     UserError names what is missing or broken."""
     data = config.data
-    default = "data/t2i/train/prompts.txt"
-    if config.training.mode == "i2i":
-        default = "data/i2i/train/prompts.jsonl"
+    default = "data/i2i/train/prompts.jsonl"
+    if config.training.mode == "t2i":
+        default = "data/t2i/train/prompts.txt"
     data.prompts_file = data.prompts_file or default
     training = open_dataset(config)
     real, name = bundled(data.prompts_file), Path(data.prompts_file)
     beside = real.parent.parent / "heldout" / real.name
-    own = beside.exists() and beside.resolve() != real.resolve()
-    if own and not data.eval_prompts_file:
+    if not data.eval_prompts_file and beside.exists() and not beside.samefile(real):
         data.eval_prompts_file = str(name.parent.parent / "heldout" / name.name)
     if data.eval_prompts_file is None:
         training, heldout = split_off(training)
     else:
-        check_path(data.eval_prompts_file)
-        heldout = training
-        if bundled(data.eval_prompts_file).resolve() != training.prompts_file.resolve():
-            heldout = open_dataset(config, "eval_")
-            # a copy under another name
-            heldout.trained_on = {*heldout.keys()} <= {*training.keys()}
+        heldout = open_dataset(config, "eval_")
+        heldout.trained_on = {*heldout.keys()} <= {*training.keys()}
     training.trained_on = True
     return training, heldout
 
@@ -260,21 +254,23 @@ def make_trainer(
     training, out, ranks, watch = config.training, Path(out), ranks or Ranks(), list(watch)
 
     def best():
-        "Step of the best evaluation after the start, where there are several."
-        found = []
-        for callback in watch if training.eval_interval else ():
-            found += [h for h in getattr(callback, "history", ()) if h["step"] > 0]
+        "Step of the best evaluation after the start."
+        found = [h for one in watch for h in getattr(one, "history", ()) if h["step"] > 0]
         return max(found, key=lambda h: h["reward_mean"])["step"] if found else None
 
-    saved = training.save_interval, training.keep_checkpoints, best, training.save_minutes
-    saves = CheckpointCallback(out / "checkpoints", *saved)
-    every, trackers = training.sample_interval, tracker_names(config)
+    saves = CheckpointCallback(
+        out / "checkpoints",
+        training.save_interval,
+        training.keep_checkpoints,
+        best if training.eval_interval else None,  # else there is one evaluation, the last
+        training.save_minutes,
+    )
+    curves = training.log_interval, training.sample_interval, tracker_names(config)
     callbacks = [
         ImageStatistics(),
         *watch,
         JsonlLogger(out / "metrics.jsonl"),
-        TrackerLogger(out, training.log_interval, every, trackers),
-        SampleGrid(out / "samples", every=every),
+        TrackerLogger(out, *curves),
         saves,
         ProgressLines(training.log_interval),
     ]

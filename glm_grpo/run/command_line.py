@@ -5,7 +5,8 @@
 # %% auto #0
 __all__ = ['FLAGS', 'SHORT', 'OPTIONS', 'SECTIONS', 'TRAIN', 'TEXTS', 'PLACE', 'BEGAN_WITH', 'Words', 'find_option', 'check_name',
            'KeepLines', 'metrics_help', 'option_parser', 'convert', 'build', 'read_words', 'read_options', 'code_of',
-           'naming_servers', 'words_to_go_on', 'check_trust', 'print_note', 'read_run', 'parse_args', 'run_command']
+           'naming_servers', 'words_to_go_on', 'check_trust', 'print_note', 'name_file', 'read_run', 'changes_of',
+           'parse_args', 'run_command']
 
 # %% ../../nbs/6_run/04_command_line.ipynb #c89e3e23f
 import argparse
@@ -115,6 +116,7 @@ TEXTS = (
     "what to watch: reward_mean and its trend, and the held-out reward (reward_curve.png, "
     "page.html, TensorBoard in logs/); then grad_norm, clip_fraction and kl. Do not watch the "
     "loss: with one optimizer step per rollout it is always zero.",
+    f"short names: {', '.join(f'--{short} for --{name}' for short, name in SHORT.items())}.",
     "two more flags: --debug shows the traceback of an error (so does GLM_GRPO_DEBUG=1). "
     "--trust_run_code, with --resume, allows reward functions that only the config.yaml of the "
     "run names. Its servers (reward.remote) must be named again. See SECURITY.md.",
@@ -150,11 +152,9 @@ def option_parser(prog: str = TRAIN) -> ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_class_arguments(Config)
-    short = {name: f" Short: --{flag}" for flag, name in SHORT.items()}
     for action in parser._actions:  # argparse's list
         if option := OPTIONS.get(action.dest):
-            text = option.metadata["help"].replace("%", "%%")
-            action.help = text + short.get(action.dest, "")
+            action.help = option.metadata["help"].replace("%", "%%")
         elif action.dest in SECTIONS:
             action.help = argparse.SUPPRESS
     return parser
@@ -194,12 +194,11 @@ def read_words(
 ) -> tuple[dict[str, Any], list[str]]:  # option -> value, and --name=value with full names
     "What is typed. UserError: no such option, or a value of a wrong type."
     values, words = {}, []
-    for typed, value in pairs:
-        name = typed.removesuffix("+")  # --name+ appends to a list
+    for name, value in pairs:
         full = SHORT.get(name, name)
         if not find_option(full):
             full = RENAMED.get(full.rpartition(".")[2], full)
-        words.append(f"--{full}{typed[len(name) :]}={value}")
+        words.append(f"--{full}={value}")
         try:
             values[find_option(full)] = convert(full, value, words[-1])
         except UserError as e:
@@ -290,29 +289,35 @@ def print_note(text: str) -> None:
         print(f"{'note':>10}  {text}", flush=True)
 
 
-def read_run(
-    run: Path,  # its folder
-    file: str | None,  # of --config
-    given: dict[str, Any],  # the options in it
-    digest: str,  # of it
-) -> tuple[dict[str, Any], dict[str, Any], list[str], str]:
-    "The options of a run, those that the file changes, notes, and the line about its own file."
+def name_file(file: str | None) -> str:  # "" where there is none
+    "The line of config.yaml about the file that a run began with."
+    if not file:
+        return ""
+    digest = hashlib.sha256(Path(file).read_bytes()).hexdigest()
+    return f"{BEGAN_WITH} {file} (sha256 {digest})"
+
+
+def read_run(run: Path) -> tuple[dict[str, Any], list[str], str]:
+    "The options of a run, notes, and the line about the file that it began with."
     path = run / "config.yaml"
     values, notes = read_options(path)
     values[PLACE] = str(run)  # also if it was moved
-    changes = {name: value for name, value in given.items() if name != PLACE}
     lines = path.read_text(encoding="utf-8").splitlines()
-    began = next((line for line in lines if line.startswith(BEGAN_WITH)), "")
-    if digest and digest in began:
-        changes = {}
-        notes.append(
-            f"{file}: the run began with this file, so it changes nothing. Give changes on the "
-            "command line"
-        )
-    elif str(Path(given.get(PLACE) or run).resolve()) != str(run):
-        text = f"the run stays in {run}. To move it, give --output_dir on the command line"
-        notes.append(f"{file}: {PLACE} is ignored, {text}")
-    return values, changes, notes, began
+    return values, notes, next((line for line in lines if line.startswith(BEGAN_WITH)), "")
+
+
+def changes_of(
+    config: Config,  # of a resumed run
+    of_run: dict[str, Any],  # the options of the run
+) -> list[str]:
+    "A line for each option that is no longer what it was."
+    found = []
+    for name, option in OPTIONS.items():
+        old, new = of_run.get(name, option.default), option_value(config, name)
+        if old != new and name not in ("resume", "dry_run", PLACE):
+            was, now = json.dumps(old), json.dumps(new)
+            found.append(f"{name}: {was} in the run, {now} {config.origins[name]}")
+    return found
 
 
 def parse_args(
@@ -331,26 +336,28 @@ def parse_args(
     file, resume = words.take("config"), words.take("resume")
     given, notes = read_options(file) if file else ({}, [])
     typed, full = read_words(words.pairs)
-    digest = hashlib.sha256(Path(file).read_bytes()).hexdigest() if file else ""
-    began = f"{BEGAN_WITH} {file} (sha256 {digest})" if file else ""
-    checkpoint, of_run, changes = None, {}, given
+    began, of_run, in_file, checkpoint = name_file(file), {}, given, None
     if resume:
         checkpoint = find_checkpoint(resume, typed.get(PLACE, given.get(PLACE)))
         run = run_folder(checkpoint)
     if run:
-        of_run, changes, more, before = read_run(run, file, given, digest)
-        notes, began = notes + more, began or before
-    config = build(of_run | changes, full)
+        of_run, more, before = read_run(run)
+        notes += more
+        in_file = {name: value for name, value in given.items() if name != PLACE}
+        if before and before.rpartition(" ")[2] == began.rpartition(" ")[2]:  # the digests
+            began, in_file = before, {}
+            notes.append(
+                f"{file}: the run began with this file, so it changes nothing. Give changes on "
+                "the command line"
+            )
+        began = began or before
+    config = build(of_run | in_file, full)
+    layers = {f"in {run}": of_run, f"in {file}": in_file, "on the command line": typed}
+    config.origins = {name: place for place, values in layers.items() for name in values}
+    config.read_from, config.resume = began or None, checkpoint and str(checkpoint)
     if run:
         check_trust(config, build(given, full), run / "config.yaml", trusted)
-    config.origins = dict.fromkeys(of_run, f"in {run}") | dict.fromkeys(changes, f"in {file}")
-    config.origins |= dict.fromkeys(typed, "on the command line")
-    config.read_from, config.resume = began or None, str(checkpoint) if checkpoint else None
-    for name, option in OPTIONS.items() if run else ():
-        old, new = of_run.get(name, option.default), option_value(config, name)
-        if old != new and name not in ("resume", "dry_run", PLACE):
-            was, now = json.dumps(old), json.dumps(new)
-            notes.append(f"{name}: {was} in the run, {now} {config.origins[name]}")
+        notes += changes_of(config, of_run)
     for note in notes:
         say(note)
     if prints:

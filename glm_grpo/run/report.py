@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from PIL import Image
 
 from ..data.basics import UserError, atomic_write
 from ..data.images import image_address
@@ -27,13 +26,13 @@ from glm_grpo.run.alarms import (
 )
 from .config import Config
 from ..training.agreement import Agreement
-from ..training.figures import image_grid, png_address, step_curves
+from ..training.figures import ShownFigure, image_grid, png_address, step_curves
 
 # %% ../../nbs/6_run/11_report.ipynb #n008
 def before_after_grid(
     before: dict,  # result of `evaluate`
     after: dict | None,  # of the trained model; None: one image per prompt
-) -> Image.Image:
+) -> ShownFigure:
     """The first twelve prompts, with the same seed side by side, each with its reward; for edits
     with the source."""
     shown = {"before": before} | ({"after": after} if after else {})

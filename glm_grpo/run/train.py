@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['reward_label', 'describe_result', 'Run', 'make_folder', 'check_folder', 'check_resume', 'read_metrics',
-           'write_config', 'write_results', 'resume_command', 'evaluate_hint', 'stop', 'rescue', 'keep_traceback',
-           'train', 'main']
+           'write_config', 'write_results', 'command', 'describe_done', 'save_stopped', 'stop', 'rescue',
+           'keep_traceback', 'train', 'main']
 
 # %% ../../nbs/6_run/19_train.ipynb #n005
 import contextlib
@@ -13,7 +13,6 @@ import itertools
 import json
 import traceback
 import warnings
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -54,18 +53,11 @@ def reward_label(result: dict) -> str:
     return "held-out reward" if kind == "held-out prompts" else f"reward on {kind}"
 
 
-def describe_result(
-    result: dict,  # of `evaluate`
-    reward: Callable | dict[str, Callable],
-) -> str:
-    "The reward of an evaluation with its error and parts, in one line."
-    names, parts = part_weights(reward), ""
-    if len(names) > 1:
-        numbers = [f"{k} {v:.3f}" for k, v in result["metrics"].items() if k in names]
-        parts = ", ".join(numbers) + "; "
+def describe_result(result: dict) -> str:  # of `evaluate`
+    "The reward of an evaluation with its error, in one line."
     return (
         f"{reward_label(result)} {result['reward_mean']:.3f} +- "
-        f"{result['standard_error']:.3f} ({parts}{result['pictures']} images of "
+        f"{result['standard_error']:.3f} ({result['pictures']} images of "
         f"{len(result['prompts'])} prompts, {result['seconds']:.0f} s)"
     )
 
@@ -125,7 +117,7 @@ class Run:
         self.watch = PeriodicEvaluation(
             self.out / "eval_history.jsonl",
             self.measure,
-            training.eval_interval,
+            training.eval_interval if training.eval_samples else 0,
             [name for name, weight in part_weights(self.reward).items() if weight],
             lambda text: ranks.first and tqdm.write(f"{'WARNING':>10}  {text}"),
             writes=ranks.first,
@@ -149,11 +141,9 @@ class Run:
         training = self.config.training
         if not training.eval_samples:
             return None
-        number = min(len(self.heldout), training.eval_prompts or len(self.heldout))
-        kind = "training" if self.heldout.trained_on else "held-out"
-        self.say(phase, f"measuring {number} {kind} prompts x {training.eval_samples} images")
+        self.say(phase, f"measuring {training.eval_samples} images of each prompt")
         result = self.measure(f"{phase:>10}")
-        self.say(phase, describe_result(result, self.reward))
+        self.say(phase, describe_result(result))
         self.watch.add(self.trainer.step, result)
         return result
 
@@ -193,13 +183,11 @@ class Run:
         if not self.ranks.first:
             return
         write_results(self.out, self.before, self.after, self.watch, self.config)
-        names = [p.name for p in sorted(self.out.iterdir()) if not p.name.startswith(".")]
-        self.say("written", f"{', '.join(names)} in {self.out}")
+        self.say("written", str(self.out))
         if self.after:
             was, now = self.before["reward_mean"], self.after["reward_mean"]
             change = f"{was:.3f} -> {now:.3f} ({now - was:+.3f})"
-            place = self.out / "before_after.png"
-            self.say("result", f"{reward_label(self.after)} {change}; see {place}")
+            self.say("result", f"{reward_label(self.after)} {change}; see page.html there")
 
 # %% ../../nbs/6_run/19_train.ipynb #xn005
 def make_folder(
@@ -241,37 +229,37 @@ def check_folder(
 def check_resume(config: Config) -> int:  # the checkpoint's step
     """UserError: the checkpoint is none, was made with other options of model, optimizer or data
     (all are named), or has nothing left to do."""
-    resume, steps, model = config.resume, config.training.max_steps, config.model
+    resume, model, training = config.resume, config.model, config.training
     note = read_note(resume)
-    made, trains = dict(note["made_by"]), note["made_by"].get("trains", "")
-    made["optimizer"] = note["options"].get("optimizer", "adamw")
-    made["lora"] = trains.startswith("LoRA ")
-    here = {
-        "model": Path(model.name).name,
-        "component": model.component,
-        "mode": config.training.mode,
-        "optimizer": config.training.optimizer,
-        "lora": model.lora,
+    made, data, trains = note["made_by"], note["data"] or {}, note["made_by"].get("trains", "")
+    is_lora = trains.startswith("LoRA ")
+    lora = json.loads(trains.removeprefix("LoRA ")) if is_lora else {}
+    pairs = {  # what -> in the checkpoint (None: it does not say), here
+        "model": (made.get("model"), Path(model.name).name),
+        "component": (made.get("component"), model.component),
+        "mode": (made.get("mode"), training.mode),
+        "optimizer": (note["options"].get("optimizer"), training.optimizer),
+        "lora": (is_lora, model.lora),
+        "lora_rank": (lora.get("rank"), model.lora_rank),
+        "lora_alpha": (lora.get("alpha"), model.lora_alpha),
+        "batch size": (data.get("batch_size"), training.batch_size),
+        "seed": (data.get("seed"), training.seed),
     }
-    if isinstance(note["data"], dict):  # its place in the order of the prompts
-        made |= {"batch size": note["data"].get("batch_size"), "seed": note["data"].get("seed")}
-        here |= {"batch size": config.training.batch_size, "seed": config.training.seed}
-    if model.lora and made["lora"]:
-        saved = json.loads(trains.removeprefix("LoRA "))
-        made |= {f"lora_{name}": value for name, value in saved.items()}
-        here |= {"lora_rank": model.lora_rank, "lora_alpha": model.lora_alpha}
-    if wrong := [f"{k} {made.get(k)}, not {v}" for k, v in here.items() if made.get(k) != v]:
+    wrong = [
+        f"{k} {was}, not {here}" for k, (was, here) in pairs.items() if was not in (None, here)
+    ]
+    if wrong:
         raise UserError(
             f"--resume {resume}: the checkpoint was made with {'; '.join(wrong)}. Leave these "
             "options out, and those of the checkpoint's run are taken; or train without --resume."
         )
-    if note["step"] >= steps:
+    step, steps = note["step"], training.max_steps
+    if step >= steps:
         raise UserError(
-            f"--resume {resume}: {note['step']} steps are done, and training.max_steps is {steps} "
-            "in all. Give a larger --num_steps on the command line, such as --num_steps "
-            f"{note['step'] + steps}."
+            f"--resume {resume}: {step} steps are done, and training.max_steps is {steps} in all. "
+            f"Give a larger --num_steps on the command line, such as --num_steps {step + steps}."
         )
-    return note["step"]
+    return step
 
 # %% ../../nbs/6_run/19_train.ipynb #n016
 def read_metrics(path: str | Path) -> list[dict]:
@@ -292,59 +280,69 @@ def write_results(
     out: str | Path,
     before: dict | None,  # results of `evaluate`
     after: dict | None,
-    watch: PeriodicEvaluation | None = None,  # its history, warnings and agreement go into the page
-    config: Config | None = None,  # the page tells what was run
+    watch: PeriodicEvaluation,  # its history, warnings and agreement go into the page
+    config: Config,  # the page tells what was run
 ) -> None:
     "eval.json, before_after.png, page.html and reward_curve.png, each if there are data for it."
     out = Path(out)
-    lines, of_run, history = read_metrics(out / "metrics.jsonl"), {}, None
-    if watch:
-        history = watch.history
-        of_run = {"trained": watch.trained, "agreement": watch.agreement}
-    if config:
-        of_run["facts"] = run_facts(config, lines)
+    lines = read_metrics(out / "metrics.jsonl")
     if before and after:
         write_eval(out / "eval.json", before=before, after=after)
         save_figure(before_after_grid(before, after), out / "before_after.png")
     if before:  # also of a run that was interrupted
-        write_page(out / "page.html", before, after, history=history, lines=lines, **of_run)
+        write_page(
+            out / "page.html",
+            before,
+            after,
+            trained=watch.trained,
+            history=watch.history,
+            lines=lines,
+            agreement=watch.agreement,
+            facts=run_facts(config, lines),
+        )
     if lines:
-        save_figure(step_curves(lines, history or ()), out / "reward_curve.png")
+        save_figure(step_curves(lines, watch.history), out / "reward_curve.png")
 
 # %% ../../nbs/6_run/19_train.ipynb #n015
-def resume_command(run: Run, checkpoint: str | Path) -> str:
-    "The command that resumes the run."
-    return f"python -m glm_grpo.train --resume {checkpoint}{words_to_go_on(run.config)}"
+def command(
+    run: Run,
+    checkpoint: str | Path,
+    program: str = "train --resume",  # or "evaluate --checkpoint"
+) -> str:
+    "The command that resumes the run from a checkpoint, or evaluates it."
+    return f"python -m glm_grpo.{program} {checkpoint}{words_to_go_on(run.config)}"
 
 
-def evaluate_hint(run: Run) -> str:
-    "What to do where all steps are done."
+def describe_done(run: Run) -> str:
+    "What to do where all steps are done; empty: they are not."
     final = run.out / "checkpoints" / "checkpoint_final"
-    command = f"python -m glm_grpo.evaluate --checkpoint {final}{words_to_go_on(run.config)}"
-    return f"training was done; evaluate it with: {command}"
+    if run.trainer.step < run.config.training.max_steps or not final.is_dir():
+        return ""
+    return f"training was done; evaluate it with: {command(run, final, 'evaluate --checkpoint')}"
+
+
+def save_stopped(run: Run) -> str:
+    "Save a run that was stopped, and return how it goes on."
+    trainer, shards = run.trainer, run.ranks.shards
+    if trainer.step < run.first_step:  # its checkpoint was not loaded yet
+        return f"before anything was trained; continue with: {command(run, run.config.resume)}"
+    if shards and not run.interrupted.exists():
+        return "before anything was trained"
+    if not shards:
+        trainer.save_checkpoint(run.interrupted)
+    place = f"after step {trainer.step}" if trainer.step else "before the first step"
+    return f"{place}, saved; continue with: {command(run, run.interrupted)}"
 
 
 def stop(run: Run) -> int:  # exit status
     "After Ctrl+C, SIGTERM or SIGHUP: save, and print the command that resumes the run."
-    trainer, ranks, interrupts = run.trainer, run.ranks, run.interrupts
+    ranks, interrupts = run.ranks, run.interrupts
     # nothing yet, or the second Ctrl+C, within a step
-    if trainer is None or interrupts.trainer is not None:
+    if run.trainer is None or interrupts.trainer is not None:
         raise KeyboardInterrupt if interrupts.signal is None else Stopped(interrupts.signal)
     if ranks.first:
         write_results(run.out, run.before, run.after, run.watch, run.config)
-        if trainer.step == run.config.training.max_steps:
-            told = evaluate_hint(run)
-        elif trainer.step < run.first_step:
-            again = resume_command(run, run.config.resume)
-            told = f"before anything was trained; continue with: {again}"
-        elif ranks.shards and not run.interrupted.exists():
-            told = "before anything was trained"
-        else:
-            if not ranks.shards:
-                trainer.save_checkpoint(run.interrupted)
-            place = f"after step {trainer.step}" if trainer.step else "before the first step"
-            told = f"{place}, saved; continue with: {resume_command(run, run.interrupted)}"
-        run.say("stopped", told)
+        run.say("stopped", describe_done(run) or save_stopped(run))
     status = interrupts.status or 130  # 130: another rank got the signal
     if not ranks.all_failed:  # the signal came during an evaluation
         end_alone(status)
@@ -356,10 +354,9 @@ def rescue(run: Run) -> str:
     trainer = run.trainer
     if trainer is None or (trainer.step <= run.first_step and not trainer.half_done):
         return ""
-    final = run.out / "checkpoints" / "checkpoint_final"
-    if trainer.step == run.config.training.max_steps and final.is_dir():
-        return f" The {evaluate_hint(run)}"
-    return rescue_steps(trainer, run.out, partial(resume_command, run))
+    if told := describe_done(run):
+        return f" The {told}"
+    return rescue_steps(trainer, run.out, partial(command, run))
 
 
 def keep_traceback(run: Run, error: Exception) -> None:
@@ -385,8 +382,7 @@ def train(config: Config) -> int:  # one of `STATUSES`
             run.prepare()
             if config.dry_run:
                 plan(config, run.dataset, run.heldout, run.reward, run.say)
-                left = f" (after step {step} there are fewer steps left)" if step else ""
-                run.say("dry run", f"all checks passed; nothing was trained or written{left}")
+                run.say("dry run", "all checks passed; nothing was trained or written")
                 return 0
             try:
                 run.load()
