@@ -4,15 +4,13 @@
 
 # %% auto #0
 __all__ = ['SIDE', 'CELL', 'GROUNDS', 'PLACES', 'COUNTS', 'CORNERS', 'SIGN', 'LETTERS', 'Drawings', 'plural', 'Scene',
-           'parse_prompt', 'draw_sign', 'render', 'all_scenes', 'split_of', 'all_words', 'words_of', 'has_room',
-           'sample_scenes']
+           'parse_prompt', 'draw_sign', 'render']
 
 # %% ../../nbs/2_data/08_scenes.ipynb #n003
-import hashlib
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -196,78 +194,3 @@ def render(
     if scene.word:
         draw_sign(image, scene.word if letters else "")
     return image
-
-# %% ../../nbs/2_data/08_scenes.ipynb #n027
-def all_scenes(
-    objects: Sequence[str],
-) -> list[Scene]:  # without words
-    "Every possible scene: single objects in each place, counted ones, ordered pairs."
-    singles, counted, pairs = [], [], []
-    for ground in GROUNDS:
-        for name in objects:
-            singles += [Scene((name,), ground, place=place) for place in PLACES]
-            counted += [Scene((name,), ground, count=count) for count in COUNTS.values()]
-            others = [other for other in objects if other != name]
-            pairs += [Scene((name, other), ground) for other in others]
-    return singles + counted + pairs
-
-
-def _hash(text):
-    return int(hashlib.sha256(text.encode()).hexdigest(), 16)
-
-
-def split_of(
-    scene: Scene,
-) -> str:  # 'pretrain' (60 %), 'train' (20 %) or 'heldout' (20 %)
-    "The set that a scene belongs to, from a hash of its prompt without the word."
-    share = _hash(replace(scene, word=None).prompt()) % 100
-    if share < 60:
-        return "pretrain"
-    return "train" if share < 80 else "heldout"
-
-# %% ../../nbs/2_data/08_scenes.ipynb #n030
-def all_words() -> list[str]:
-    "Every word (two letters) and every number (two digits) that a sign may have."
-    words = [first + second for first in LETTERS for second in LETTERS]
-    return words + [f"{number:02d}" for number in range(100)]
-
-
-def words_of(
-    split: str,  # 'pretrain', 'train' or 'heldout'
-) -> list[str]:
-    "The words that signs of a set may have: one in five, by a hash, for the held-out set alone."
-    held_out = split == "heldout"
-    return [word for word in all_words() if (_hash(word) % 5 == 0) == held_out]
-
-# %% ../../nbs/2_data/08_scenes.ipynb #n034
-def has_room(scene: Scene) -> bool:
-    "Whether a sign at the bottom would cover no object."
-    return scene.place == "middle" or scene.kind == "pair"
-
-
-def sample_scenes(
-    split: str,  # 'pretrain', 'train' or 'heldout'
-    number: int,  # how many
-    objects: Sequence[str],
-    seed: int = 0,  # of the choice
-    signs: bool = False,  # True: every scene has a word
-) -> list[Scene]:  # single, counted and paired in turn (with signs: single and paired)
-    "A balanced sample of a set. Every third scene with room for a sign has a word."
-    rng = np.random.default_rng(seed)
-    pool = [scene for scene in all_scenes(objects) if split_of(scene) == split]
-    shuffled = []
-    for kind in ("single", "counted", "pair"):
-        scenes = [s for s in pool if s.kind == kind and (has_room(s) or not signs)]
-        if scenes:
-            shuffled.append([scenes[i] for i in rng.permutation(len(scenes))])
-    picked = []
-    for i in range(number):
-        turn, which = divmod(i, len(shuffled))
-        picked.append(shuffled[which][turn % len(shuffled[which])])
-    room = [scene for scene in picked if has_room(scene)]
-    with_word = set(room if signs else room[::3])
-    words = words_of(split)
-    for i, scene in enumerate(picked):
-        if scene in with_word:
-            picked[i] = replace(scene, word=words[rng.integers(len(words))])
-    return picked
