@@ -135,27 +135,25 @@ def _read_dataset(path):
     UserError: it cannot be read, it contains no dataset, or `datasets` is not installed."""
     try:
         import datasets
+        from pyarrow import parquet
     except ImportError:
         raise UserError(
             f"{path}: the package datasets is needed to read it. pip install "
             "'glm_grpo[datasets]', or save the prompts as .txt, .jsonl or .csv."
         ) from None
-    rows, train = [], sorted(path.rglob("train*.parquet"))
+    train = sorted(path.rglob("train*.parquet"))
+    files = [path] if path.is_file() else train or sorted(path.rglob("*.parquet"))
     try:
-        if any((path / name).is_file() for name in ("state.json", "dataset_dict.json")):
-            found = datasets.load_from_disk(str(path))
-            if isinstance(found, dict) and "train" not in found:
-                raise ValueError(f"no split 'train'; name the folder of {' or '.join(found)}")
-            train = isinstance(found, dict)
-            found = found["train"] if train else found
+        if files:
+            tables = map(parquet.read_table, files)
         else:
-            files = [path] if path.is_file() else train or sorted(path.rglob("*.parquet"))
-            if not files:
-                raise ValueError("a folder without a dataset; name a file or a dataset's folder")
-            options = {"data_files": list(map(str, files)), "split": "train", "streaming": True}
-            found = datasets.load_dataset("parquet", **options)
-        for table in found.with_format("arrow").iter(1000):
-            rows += table.to_pylist()
+            found = datasets.load_from_disk(str(path))
+            if train := isinstance(found, dict):
+                if "train" not in found:
+                    raise ValueError(f"no split 'train'; name the folder of {' or '.join(found)}")
+                found = found["train"]
+            tables = found.with_format("arrow").iter(1000)
+        rows = [row for table in tables for row in table.to_pylist()]
     except Exception as error:
         # datasets and pyarrow raise OSError, ArrowInvalid...; all mean the same to the user
         reason = " ".join(str(error).split())[:200]
@@ -201,12 +199,12 @@ def _table_record(row, columns, where):
     record, others = {}, {}
     for column, value in row.items():
         key = columns.get(column)
-        if key is None and not isinstance(value, (bytes, PackedImage)):
-            others[column] = value
         if key in ("source", "metadata") and isinstance(value, str) and value[:1] in ("[", "{"):
             value = _parse_json(value, f"{where}, {key}")
-        if key is not None and value not in (None, ""):
+        if key and value not in (None, ""):
             record[key] = value
+        elif not key and not isinstance(value, (bytes, PackedImage)):
+            others[column] = value
     if others and isinstance(record.get("metadata", {}), dict):
         others = json.loads(json.dumps(others, default=str))  # a date becomes a string
         record["metadata"] = others | record.get("metadata", {})
@@ -230,28 +228,31 @@ def read_rows(
     # N records with "prompt", perhaps "target", "source", "metadata"; N places ("line 3", "row 3");
     # notes on how the columns were read
     "The prompts of a file or folder. UserError names the line or row."
-    path = bundled(path)
-    suffix, columns, notes = path.suffix.lower(), None, []
-    if os.path.isdir(path) or (suffix == ".parquet" and os.path.isfile(path)):
-        rows, notes = _read_dataset(path)
-    elif suffix in _NOT_READ:
+    path, place, notes = bundled(path), "row", []
+    suffix = path.suffix.lower()
+    if suffix in _NOT_READ:
         raise UserError(
             f"{path}: {suffix} files are not supported. Save it as .txt (one prompt per line), "
             ".jsonl, .csv or .parquet."
         )
+    if os.path.isdir(path) or (suffix == ".parquet" and os.path.isfile(path)):
+        rows, notes = _read_dataset(path)
+    elif suffix in (".csv", ".tsv"):
+        rows = _read_csv(path)
     else:
-        rows = _read_csv(path) if suffix in (".csv", ".tsv") else read_lines(path)
-    in_table = not rows or isinstance(rows[0], dict)
-    if in_table:
+        rows, place = read_lines(path), "line"
+    if place == "row":
         columns = _find_columns(rows, path)
         notes += [f"column '{name}' as {key}" for name, key in columns.items() if name != key]
-    records, places = [], []
-    for number, row in enumerate(rows, 1):
-        places.append(f"row {number}" if in_table else f"line {number}")
-        record, where = {"prompt": row}, f"{path}, {places[-1]}"
-        if in_table:
+    places = [f"{place} {number}" for number in range(1, len(rows) + 1)]
+    records = []
+    for row, at in zip(rows, places):
+        where = f"{path}, {at}"
+        if place == "row":
             record = _table_record(row, columns, where)
-        elif suffix == ".jsonl":
+        elif suffix != ".jsonl":
+            record = {"prompt": row}
+        else:
             record = _parse_json(row, where)
             if isinstance(record, dict) and "include" in record:  # GenEval's form
                 record = {"prompt": record.pop("prompt", ""), "metadata": record}

@@ -7,7 +7,6 @@ __all__ = ['compare_samples', 'join_scores', 'PeakMemory', 'Experience', 'make_e
 
 # %% ../../nbs/5_training/06_experience.ipynb #n008
 import contextlib
-import json
 import math
 import sys
 import time
@@ -55,11 +54,11 @@ def join_scores(
     of_ranks: list[Scores],  # of the same reward
 ) -> Scores:
     "Concatenate the scores of all ranks."
-    joined = Scores(torch.cat([scores.rewards for scores in of_ranks]), {}, {})
+    parts, weighted = {}, {}
     for name in of_ranks[0].parts:
-        joined.parts[name] = torch.cat([scores.parts[name] for scores in of_ranks])
-        joined.weighted[name] = torch.cat([scores.weighted[name] for scores in of_ranks])
-    return joined
+        parts[name] = torch.cat([scores.parts[name] for scores in of_ranks])
+        weighted[name] = torch.cat([scores.weighted[name] for scores in of_ranks])
+    return Scores(torch.cat([scores.rewards for scores in of_ranks]), parts, weighted)
 
 # %% ../../nbs/5_training/06_experience.ipynb #n013m
 class PeakMemory:
@@ -95,8 +94,6 @@ class Experience:
     numbers: dict[str, float]  # for the line of metrics
     seconds: dict[str, float] = field(default_factory=dict)  # of rollout, reward, update
     memory: dict[str, float] = field(default_factory=dict)  # the same: gigabytes at the peak
-    # before each optimizer step: policy -> |new - old| per decision, mean over the samples
-    gaps: list[dict[str, Tensor]] = field(default_factory=list)
 
     def __repr__(self):
         samples = ", ".join(f"{len(s)} samples of {name}" for name, s in self.samples.items())
@@ -112,31 +109,28 @@ class Experience:
         self.memory[phase] = peak.gigabytes()
 
     def save(self, folder: str | Path) -> None:
-        """Save the step for inspection: 000.png..., rollout.json (a line per image: prompt, reward
-        and the last policy's advantage), rollout.safetensors (its tensors)."""
+        """Save the step for inspection: 000.png..., rollout.txt (a line per image: reward, the last
+        policy's advantage, prompt), rollout.safetensors (its tensors)."""
         from safetensors.torch import save_file
 
-        rollout, lines = self.rollout, []
-        found = {"rewards": self.rewards, **vars(rollout)}
-        if rollout.denoising is not None:
-            found |= vars(rollout.denoising)
+        found = {"rewards": self.rewards}
+        for record in (self.rollout, self.rollout.denoising):
+            found |= vars(record) if record is not None else {}
         for name, samples in self.samples.items():
             found[f"{name}/advantages"] = samples.advantages
         of_last = samples.advantages.view(len(samples), -1).mean(1)
-        numbers = torch.stack([self.rewards, of_last], 1).tolist()
-        for i, (prompt, both) in enumerate(zip(rollout.prompts, numbers)):
-            reward, advantage = (x if math.isfinite(x) else None for x in both)
-            line = {"picture": f"{i:03d}.png", "prompt": prompt}
-            line |= {"reward": reward, "advantage": advantage}
-            lines.append(json.dumps(line, ensure_ascii=False) + "\n")
+        lines = []
+        for i, prompt in enumerate(self.rollout.prompts):
+            numbers = f"reward {self.rewards[i]:.6g}  advantage {of_last[i]:.6g}"
+            lines.append(f"{i:03d}.png  {numbers}  {prompt!r}\n")
         tensors = {
             k: v.cpu().clone().contiguous() for k, v in found.items() if isinstance(v, Tensor)
         }
         with atomic_dir(folder) as part:
             save_file(tensors, part / "rollout.safetensors")
-            for i, image in enumerate(tensor_to_pil(rollout.image_tensors.nan_to_num())):
+            for i, image in enumerate(tensor_to_pil(self.rollout.image_tensors.nan_to_num())):
                 image.save(part / f"{i:03d}.png")
-            (part / "rollout.json").write_text("".join(lines), encoding="utf-8")
+            (part / "rollout.txt").write_text("".join(lines), encoding="utf-8")
 
 
 def make_experience(

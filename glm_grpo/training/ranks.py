@@ -279,11 +279,8 @@ class Share:
     "The results of one rank: p rows of the held-out prompts, S seeds."
 
     rows: list[int]  # p row numbers
-    rewards: Tensor | None = None  # [p, S]; None: no rows
-    tables: dict[str, Tensor] = field(default_factory=dict)  # metric -> [p, S]
-    statistics: dict[str, Tensor] = field(default_factory=dict)  # statistic -> [p, S]
-    diversity: Tensor | None = None  # [p, 1]; None: one seed
-    images: Tensor | None = None  # [p, S, 3, h, w] uint8, reduced
+    # main (rewards, diversity, images), metrics, statistics -> name -> [p, S...]
+    tables: dict[str, dict[str, Tensor]]
     not_measured: dict[str, str] = field(default_factory=dict)  # metric -> reason
 
 
@@ -292,18 +289,12 @@ def join_shares(
 ) -> Share:
     "Join the results of all ranks, with the rows in order; a row without a result is NaN."
     number = sum(len(share.rows) for share in shares)
-    joined = Share(list(range(number)))
+    joined = Share(list(range(number)), {})
     for share in shares:
-        single = {name: getattr(share, name) for name in ("rewards", "diversity", "images")}
-        for into, tables in (
-            (vars(joined), single),
-            (joined.tables, share.tables),
-            (joined.statistics, share.statistics),
-        ):
+        for kind, tables in share.tables.items():
+            into = joined.tables.setdefault(kind, {})
             for name, table in tables.items():
-                if table is None:
-                    continue
-                if into.get(name) is None:
+                if name not in into:
                     empty = math.nan if table.is_floating_point() else 0
                     into[name] = table.new_full((number, *table.shape[1:]), empty)
                 into[name][share.rows] = table

@@ -81,16 +81,13 @@ class Learner:
         "The gradients of an optimizer step, summed over ranks and clipped -> metrics by policy."
         self.optimizer.zero_grad()
         self.ranks.unshard(learning=True)
-        metrics, gaps = {}, {}
+        metrics = {}
         for name, batch in minibatch.items():
             with self.optimizer.accumulating():
                 tally = self.accumulate(name, batch)
             metrics[name] = tally.total(self.optimizer.device)
-            if tally.gaps:
-                gaps[name] = tally.log_ratio().abs().mean(0)
             self.ranks.sum_gradients(self.optimizer.stepped_of(name), metrics[name]["loss"])
             metrics[name]["grad_norm"] = full_tensor(self.optimizer.clip(name))
-        self.last_experience.gaps.append(gaps)
         metrics = to_floats(metrics)  # the only place that waits for the device
         for name, batch in minibatch.items():
             metrics[name]["samples"] = len(batch.samples)
