@@ -10,9 +10,9 @@ from pathlib import Path
 
 import numpy as np
 from PIL import Image
-from scene_sets import SIZES, all_scenes, all_words, has_room, split_of, words_of
+from scene_sets import SIZES, all_scenes, all_words, has_room, render, split_of, words_of
 
-from glm_grpo.data.scenes import GROUNDS, PLACES, SIDE, Drawings, Scene, render
+from glm_grpo.data.scenes import GROUNDS, PLACES, SIDE, Drawings, Scene
 
 EDITS = ("recolour", "move", "add", "change")
 

@@ -24,13 +24,13 @@ from diffusers import GlmImagePipeline
 from diffusers.pipelines.glm_image.pipeline_glm_image import calculate_shift
 from make_edits import EDITS, Edit
 from PIL import Image
-from scene_sets import all_scenes, has_room, split_of, words_of
+from scene_sets import all_scenes, has_room, render, split_of, words_of
 from torch import Tensor, nn
 from tqdm import tqdm
 
 from glm_grpo.data.basics import atomic_dir
 from glm_grpo.data.images import pil_to_tensor
-from glm_grpo.data.scenes import GROUNDS, PLACES, SIDE, SIGN, Drawings, Scene, render
+from glm_grpo.data.scenes import GROUNDS, PLACES, SIDE, SIGN, Drawings, Scene
 from glm_grpo.model.latents import latent_statistics
 from glm_grpo.model.loading import load_pipeline
 from glm_grpo.model.latents import Source, source_cache

@@ -1,4 +1,4 @@
-"""The three disjoint sets of scenes; makes the prompts and images of data/t2i and data/words.
+"""Draws scenes, and divides them into three disjoint sets: the prompts of data/t2i and data/words.
 
 python tools/scene_sets.py FOLDER    writes t2i/train, t2i/heldout, words/train and words/heldout
 """
@@ -10,10 +10,22 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+from PIL import Image
 
-from glm_grpo.data.scenes import COUNTS, GROUNDS, LETTERS, PLACES, Drawings, Scene, render
+from glm_grpo.data.scenes import (
+    COUNTS,
+    GROUNDS,
+    LETTERS,
+    PLACES,
+    SIDE,
+    Drawings,
+    Scene,
+    draw_sign,
+)
 
 SIZES = {"train": 96, "heldout": 48}
+CELL = 32  # pixels of one token of the large grid
+CORNERS = ((0, 0), (2, 0), (0, 2), (2, 2))
 
 
 def all_scenes(objects: Sequence[str]) -> list[Scene]:
@@ -85,6 +97,36 @@ def sample_scenes(
         if scene in with_word:
             picked[i] = replace(scene, word=words[rng.integers(len(words))])
     return picked
+
+
+def render(
+    scene: Scene,
+    drawings: Drawings,
+    # chooses the hand and the corners if they are not given
+    rng: np.random.Generator | None = None,
+    *,
+    hand: str | None = None,  # one of drawings.hands
+    corners: Sequence[int] | None = None,  # numbers of the corners of counted objects, e.g. (0, 3)
+    letters: bool = True,  # False: a blank sign, as in the images that become tokens
+) -> Image.Image:  # 128 x 128, RGB
+    "Draw an image of the scene."
+    if hand is None:
+        hand = drawings.hands[rng.integers(len(drawings.hands))]
+    if corners is None and scene.count > 1:
+        corners = sorted(rng.permutation(4)[: scene.count])
+    if scene.kind == "pair":
+        cells = [(0, 1), (2, 1)]
+    elif scene.kind == "counted":
+        cells = [CORNERS[corner] for corner in corners]
+    else:
+        cells = [PLACES[scene.place]]
+    image = Image.new("RGB", (SIDE, SIDE), GROUNDS[scene.ground])
+    for name, (column, row) in zip(scene.objects * scene.count, cells):
+        sprite = drawings.sprites[name, hand]
+        image.paste(sprite, (column * CELL, row * CELL), sprite)
+    if scene.word:
+        draw_sign(image, scene.word if letters else "")
+    return image
 
 
 def write_scenes(folder: Path, scenes: list[Scene], drawings: Drawings) -> None:

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['UserError', 'refusal', 'patch_to', 'atomic_write', 'atomic_dir', 'bundled', 'check_path', 'check_output_folder',
-           'option', 'at_least', 'above', 'problem_with', 'shown', 'option_problems', 'refuse', 'collect',
-           'check_options', 'list_options', 'option_value', 'Entry', 'read_entries']
+           'option', 'at_least', 'above', 'problem_with', 'shown', 'list_options', 'option_value', 'option_problems',
+           'refuse', 'collect', 'check_options', 'Entry', 'read_entries']
 
 # %% ../../nbs/2_data/00_basics.ipynb #n003
 import contextlib
@@ -222,18 +222,40 @@ def shown(value: Any) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
+def list_options(
+    cls: type,  # a dataclass of options, perhaps with dataclasses in it
+    prefix: str = "",
+) -> dict[str, Field]:  # name with its sections, like reward.grpo.group_size -> field
+    "All options below a dataclass, in order. A field has type, default and metadata['help']."
+    found = {}
+    for f in dataclasses.fields(cls):
+        if dataclasses.is_dataclass(f.type):
+            found |= list_options(f.type, f"{prefix}{f.name}.")
+        else:
+            found[prefix + f.name] = f
+    return found
+
+
+def option_value(
+    options: Any,
+    name: str,  # with its sections, like reward.grpo.group_size
+) -> Any:
+    "The value of an option, by its full name."
+    for part in name.split("."):
+        options = getattr(options, part)
+    return options
+
+
 def option_problems(
     options: Any,  # a dataclass of options, perhaps with dataclasses in it
     prefix: str = "",  # before the names in messages, like "training."
 ) -> list[str]:
     "A sentence for each option with a wrong value."
     found = []
-    for f in dataclasses.fields(options):
-        value = getattr(options, f.name)
-        if dataclasses.is_dataclass(value):
-            found += option_problems(value, f"{prefix}{f.name}.")
-        elif problem := problem_with(f, value):
-            found.append(f"{prefix}{f.name} {shown(value)}: {problem}.")
+    for name, f in list_options(type(options)).items():
+        value = option_value(options, name)
+        if problem := problem_with(f, value):
+            found.append(f"{prefix}{name} {shown(value)}: {problem}.")
     return found
 
 
@@ -267,30 +289,6 @@ def collect(
 def check_options(options: Any, prefix: str = "") -> None:
     "UserError: names all options with a wrong value, as `option_problems`."
     refuse(option_problems(options, prefix))
-
-# %% ../../nbs/2_data/00_basics.ipynb #xn019
-def list_options(
-    cls: type,  # a dataclass of options, perhaps with dataclasses in it
-    prefix: str = "",
-) -> dict[str, Field]:  # name with its sections, like reward.grpo.group_size -> field
-    "All options below a dataclass, in order. A field has type, default and metadata['help']."
-    found = {}
-    for f in dataclasses.fields(cls):
-        if dataclasses.is_dataclass(f.type):
-            found |= list_options(f.type, f"{prefix}{f.name}.")
-        else:
-            found[prefix + f.name] = f
-    return found
-
-
-def option_value(
-    options: Any,
-    name: str,  # with its sections, like reward.grpo.group_size
-) -> Any:
-    "The value of an option, by its full name."
-    for part in name.split("."):
-        options = getattr(options, part)
-    return options
 
 # %% ../../nbs/2_data/00_basics.ipynb #cf2ed6d9d
 @dataclasses.dataclass(frozen=True)

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['BATCH_NAMES', 'SPLIT_SEED', 'read_text', 'read_lines', 'is_table', 'read_rows', 'read_records', 'PromptItem',
-           'T2IDataset', 'I2IDataset', 'collate', 'split_off']
+           'T2IDataset', 'I2IDataset', 'source_lists', 'as_batch', 'collate', 'split_off']
 
 # %% ../../nbs/2_data/04_prompts.ipynb #n003
 import copy
@@ -15,11 +15,12 @@ import itertools
 import json
 import os
 from collections.abc import Sequence
-
 from pathlib import Path
+from typing import Any
 
 import torch
 from PIL import Image
+from torch import Tensor
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 from .basics import UserError, bundled, check_path, shown
@@ -30,6 +31,7 @@ from glm_grpo.data.images import (
     load_image,
     match_images,
     pil_to_tensor,
+    tensor_to_pil,
 )
 
 # %% ../../nbs/2_data/04_prompts.ipynb #cbe8be8
@@ -429,19 +431,66 @@ BATCH_NAMES = {  # of an item -> of a batch
 }
 
 
+def source_lists(
+    # B lists of PIL images; or one image per prompt: B PIL images, or a tensor [B, 3, H, W]
+    sources: list | Tensor | None,
+) -> list | None:  # B lists of PIL images
+    "Source images as lists, one list per prompt."
+    if sources is None:
+        return None
+    if isinstance(sources, Image.Image):
+        sources = [sources]
+    if isinstance(sources, Tensor):
+        sources = tensor_to_pil(sources)
+    return [[row] if isinstance(row, Image.Image) else row for row in sources]
+
+
+def as_batch(
+    batch: Any,  # a dict, with the names of a batch or of an item
+) -> dict:
+    # prompts list[str], target_images [B, 3, H, W] float32 or None, source_images B lists of PIL
+    # images or None, metadata list[dict] or None, and what else it has
+    """A batch in the form that the trainer needs. UserError: it is not a dict, it has no prompts,
+    or the numbers of prompts and images differ."""
+    found = batch if isinstance(batch, dict) else {}
+    found = {BATCH_NAMES.get(name, name): value for name, value in found.items()}
+    prompts = found.get("prompts") or []
+    prompts = [prompts] if isinstance(prompts, str) else list(prompts)
+    if not prompts or not all(isinstance(prompt, str) for prompt in prompts):
+        raise UserError(
+            f"a batch must be a dict with 'prompts', a list of strings, and perhaps target_images, "
+            f"source_images and metadata; this {type(batch).__name__} has "
+            f"{', '.join(map(str, found)) or 'no names'}. Check what the train_dataloader "
+            "returns, or use T2IDataset or I2IDataset."
+        )
+    targets, metadata = found.get("target_images"), found.get("metadata")
+    if isinstance(targets, (list, tuple)):
+        if not targets or targets[0] is None:
+            targets = None
+        elif isinstance(targets[0], Image.Image):
+            targets = pil_to_tensor(targets)
+        else:
+            targets = torch.stack(list(targets))
+    if isinstance(metadata, dict):  # a DataLoader joined the dicts of B prompts
+        rows = range(len(prompts))
+        metadata = [{name: values[i] for name, values in metadata.items()} for i in rows]
+    found |= {"prompts": prompts, "target_images": targets, "metadata": metadata}
+    found["source_images"] = source_lists(found.get("source_images"))
+    for name in ("target_images", "source_images"):
+        images = found[name]
+        if images is not None and len(images) != len(prompts):
+            raise UserError(
+                f"a batch has {len(prompts)} prompts and {len(images)} {name}. Give it one per "
+                "prompt."
+            )
+    return found
+
+
 def collate(
     items: Sequence[dict],  # B items of a dataset
 ) -> dict:
-    # prompts list[str], target_images [B, 3, H, W] float32 or None, metadata list[dict],
-    # indices list[int]; from I2IDataset also source_images, B lists of PIL images
-    "Join items into a batch."
-    batch = {}
-    for name, plural in BATCH_NAMES.items():
-        if name in items[0]:
-            batch[plural] = [item[name] for item in items]
-    targets = batch["target_images"]
-    batch["target_images"] = None if targets[0] is None else torch.stack(targets)
-    return batch
+    "Join items into a batch, see `as_batch`; it also has indices list[int]."
+    return as_batch({name: [item[name] for item in items] for name in items[0]})
 
 
 default_collate_fn_map[PromptItem] = lambda items, **_: collate(items)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..data.basics import UserError, patch_to
-from ..data.loader import source_lists
+from ..data.prompts import source_lists
 from ..data.rollout import Rollout, RolloutOptions, SampleNames
 from ..maths.matching import stratified_steps
 from ..maths.noise import named_noise, named_uniforms

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from ..data.basics import UserError
-from ..data.loader import as_batch
+from ..data.prompts import as_batch
 from ..data.rollout import Rollout, SampleNames, request_names
 from ..rewards.weighted import Judging
 from .experience import Experience, PeakMemory, join_scores, make_experience
@@ -83,12 +83,12 @@ class Collector:
         "Sample, compute rewards and advantages. UserError: the batch has no prompts."
         start, peak = time.perf_counter(), PeakMemory(self.device)
         batch, times = as_batch(batch), self.images_per_prompt
-        prompts, sources = batch["prompts"], batch.get("source_images")
-        targets = batch.get("target_images")
+        prompts, sources = batch["prompts"], batch["source_images"]
+        targets = batch["target_images"]
         if targets is not None:
             targets = targets.repeat_interleave(times, 0)
-        given = [repeat_rows(prompts, times), targets]
-        given += [repeat_rows(sources, times), repeat_rows(batch.get("metadata"), times)]
+        metadata = repeat_rows(batch["metadata"], times)
+        given = repeat_rows(prompts, times), targets, repeat_rows(sources, times), metadata
         different = dict.fromkeys(self.rewards.values())
         judgings = [Judging(reward, *given) for reward in different]
         names = self.name_samples(prompts, sources, step)

@@ -16,7 +16,8 @@ from typing import Any
 from torch import Tensor
 
 from ..data.basics import UserError
-from ..data.loader import as_batch, batches_per_pass, endless_batches
+from ..data.loader import batches_per_pass, endless_batches
+from ..data.prompts import as_batch
 from ..data.rollout import Policy, Samples
 from ..maths.loss import compute_grpo_loss
 from . import checkpoints
