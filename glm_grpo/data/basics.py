@@ -10,7 +10,6 @@ __all__ = ['UserError', 'refusal', 'patch_to', 'atomic_write', 'atomic_dir', 'bu
 # %% ../../nbs/2_data/00_basics.ipynb #n003
 import contextlib
 import dataclasses
-import errno
 import importlib.resources
 import math
 import os
@@ -126,30 +125,21 @@ def check_path(
     path: str | Path,  # need not exist
     option: str = "",  # the option that names it, for the message
 ) -> None:
-    """UserError: the name is too long, is not UTF-8 or contains a null character, or a link on the
-    way is broken. A path that does not exist is accepted."""
-    path = Path(path)
-    try:
-        str(path).encode()
-        os.stat(path)
-        return
-    except ValueError:
-        problem = "the name is not UTF-8, or contains a null character. Rename it."
-    except OSError as error:
-        parts = (path, *path.parents)
-        broken = [part for part in parts if os.path.islink(part) and not os.path.exists(part)]
-        if error.errno == errno.ENAMETOOLONG:
-            problem = "the name is too long for this file system. Give a shorter one."
-        elif broken:
+    """UserError: the name is not UTF-8, or a link on the way is broken. A path that does not exist
+    is accepted."""
+    name, problem = str(path), ""
+    for part in (Path(path), *Path(path).parents):
+        if os.path.islink(part) and not os.path.exists(part):
             problem = (
-                f"the link {broken[0]} leads to {os.readlink(broken[0])}, which does not exist, "
-                "or back to itself. Correct the link, or remove it."
+                f"the link {part} leads to {os.readlink(part)}, which does not exist, or back to "
+                "itself. Correct the link, or remove it."
             )
-        else:
-            return
-    name = str(path) if str(path).isprintable() else ascii(str(path))
-    name = name if len(name) <= 300 else f"{name[:80]}..."
-    raise UserError(f"{option} {name}: {problem}".lstrip())
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        name, problem = ascii(name), "the name is not UTF-8. Rename it."
+    if problem:
+        raise UserError(f"{option} {name}: {problem}".lstrip())
 
 # %% ../../nbs/2_data/00_basics.ipynb #ccc16aa
 def check_output_folder(

@@ -103,9 +103,58 @@ def _parse_json(text, where):
         raise UserError(f"{where}: not valid JSON ({error}). Correct the line.") from None
     return value
 
+
+def _json_lines(lines, path):
+    "The value of each line. UserError names the first line that is not JSON."
+    return [_parse_json(line, f"{path}, line {number}") for number, line in enumerate(lines, 1)]
+
 # %% ../../nbs/2_data/04_prompts.ipynb #ccc34be
+_COLUMNS = {  # the name of a column -> key, the preferred names first
+    "prompt": "prompt",
+    "text": "prompt",
+    "caption": "prompt",
+    "target": "target",
+    "image": "target",
+    "source": "source",
+    "metadata": "metadata",
+}
+
+
+def _table_records(rows, path):
+    """The rows of a table as records, and notes on how its columns were read. UserError: no row,
+    or no column has the prompts."""
+    first = rows[0] if rows else {}
+    names, columns, records = {name.strip().lower(): name for name in first}, {}, []
+    for name, key in _COLUMNS.items():
+        column = names.get(name)
+        # a URL or a number is not a target image
+        known = column is not None and (name != "image" or isinstance(first[column], PackedImage))
+        if known and key not in columns.values():
+            columns[column] = key
+    if "prompt" not in columns.values():
+        raise UserError(
+            f"{path}: no row, or no column 'prompt', 'text' or 'caption'. The columns are "
+            f"{', '.join(first) or 'unknown'}. Rename the one with the prompts."
+        )
+    for number, row in enumerate(rows, 1):
+        record, others = {}, {}
+        for column, value in row.items():
+            key = columns.get(column)
+            if key in ("source", "metadata") and isinstance(value, str) and value[:1] in ("[", "{"):
+                value = _parse_json(value, f"{path}, row {number}, {key}")
+            if key and value not in (None, ""):
+                record[key] = value
+            elif not key and not isinstance(value, (bytes, PackedImage)):
+                others[column] = value
+        if others and isinstance(record.get("metadata", {}), dict):
+            others = json.loads(json.dumps(others, default=str))  # a date becomes a string
+            record["metadata"] = others | record.get("metadata", {})
+        records.append(record)
+    return records, [f"column '{name}' as {key}" for name, key in columns.items() if name != key]
+
+# %% ../../nbs/2_data/04_prompts.ipynb #c75726f
 def _read_csv(path):
-    "The rows of a CSV file, as dicts of strings. UserError names the row."
+    "The records of a CSV file, whose cells are strings, and notes. UserError names the row."
     text = read_text(path)
     separator = max(",;\t", key=text.split("\n", 1)[0].count)
     reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=separator, strict=True)
@@ -120,9 +169,9 @@ def _read_csv(path):
             f"{path}, row {len(rows) + 1}: {error}. Correct the row; a cell with a comma "
             'stands in quotes: "a cat, a dog".'
         ) from None
-    return rows
+    return _table_records(rows, path)
 
-# %% ../../nbs/2_data/04_prompts.ipynb #c75726f
+# %% ../../nbs/2_data/04_prompts.ipynb #c39d4a6
 def _unpack(value, where):
     "The value of a cell, in which images as `datasets` stores them become `PackedImage`."
     if isinstance(value, list):
@@ -133,7 +182,7 @@ def _unpack(value, where):
 
 
 def _read_dataset(path):
-    """The rows of a Parquet file or of a dataset's folder, and notes for the user.
+    """The records of a Parquet file or of a dataset's folder, and notes.
     UserError: it cannot be read, it contains no dataset, or `datasets` is not installed."""
     try:
         import datasets
@@ -163,54 +212,8 @@ def _read_dataset(path):
     for number, row in enumerate(rows, 1):
         for column, value in row.items():
             row[column] = _unpack(value, f"{path}, row {number}, {column}")
-    return rows, ["split 'train'"] if train else []
-
-# %% ../../nbs/2_data/04_prompts.ipynb #c39d4a6
-_COLUMNS = {  # the name of a column -> key, the preferred names first
-    "prompt": "prompt",
-    "text": "prompt",
-    "caption": "prompt",
-    "target": "target",
-    "image": "target",
-    "source": "source",
-    "metadata": "metadata",
-}
-
-
-def _find_columns(rows, path):
-    "The key of each column. UserError: no row, or no column has the prompts."
-    first = rows[0] if rows else {}
-    names = {column.strip().lower(): column for column in first}
-    found = {}
-    for name, key in _COLUMNS.items():
-        column = names.get(name)
-        # a URL or a number is not a target image
-        known = column is not None and (name != "image" or isinstance(first[column], PackedImage))
-        if known and key not in found.values():
-            found[column] = key
-    if "prompt" not in found.values():
-        raise UserError(
-            f"{path}: no row, or no column 'prompt', 'text' or 'caption'. The columns are "
-            f"{', '.join(first) or 'unknown'}. Rename the one with the prompts."
-        )
-    return found
-
-
-def _table_record(row, columns, where):
-    "A row of a table as a record."
-    record, others = {}, {}
-    for column, value in row.items():
-        key = columns.get(column)
-        if key in ("source", "metadata") and isinstance(value, str) and value[:1] in ("[", "{"):
-            value = _parse_json(value, f"{where}, {key}")
-        if key and value not in (None, ""):
-            record[key] = value
-        elif not key and not isinstance(value, (bytes, PackedImage)):
-            others[column] = value
-    if others and isinstance(record.get("metadata", {}), dict):
-        others = json.loads(json.dumps(others, default=str))  # a date becomes a string
-        record["metadata"] = others | record.get("metadata", {})
-    return record
+    records, notes = _table_records(rows, path)
+    return records, ["split 'train'"] * bool(train) + notes
 
 # %% ../../nbs/2_data/04_prompts.ipynb #cc37f4d
 _TABLES = (".csv", ".tsv", ".parquet")
@@ -238,28 +241,18 @@ def read_rows(
             ".jsonl, .csv or .parquet."
         )
     if os.path.isdir(path) or (suffix == ".parquet" and os.path.isfile(path)):
-        rows, notes = _read_dataset(path)
+        records, notes = _read_dataset(path)
     elif suffix in (".csv", ".tsv"):
-        rows = _read_csv(path)
+        records, notes = _read_csv(path)
     else:
-        rows, place = read_lines(path), "line"
-    if place == "row":
-        columns = _find_columns(rows, path)
-        notes += [f"column '{name}' as {key}" for name, key in columns.items() if name != key]
-    places = [f"{place} {number}" for number in range(1, len(rows) + 1)]
-    records = []
-    for row, at in zip(rows, places):
-        where = f"{path}, {at}"
-        if place == "row":
-            record = _table_record(row, columns, where)
-        elif suffix != ".jsonl":
-            record = {"prompt": row}
-        else:
-            record = _parse_json(row, where)
-            if isinstance(record, dict) and "include" in record:  # GenEval's form
-                record = {"prompt": record.pop("prompt", ""), "metadata": record}
-        _check_record(record, where)
-        records.append(record)
+        place, lines = "line", read_lines(path)
+        is_json = suffix == ".jsonl"
+        records = _json_lines(lines, path) if is_json else [{"prompt": line} for line in lines]
+    places = [f"{place} {number}" for number in range(1, len(records) + 1)]
+    for i, record in enumerate(records):
+        if isinstance(record, dict) and "include" in record:  # GenEval's form
+            records[i] = {"prompt": record.pop("prompt", ""), "metadata": record}
+        _check_record(records[i], f"{path}, {places[i]}")
     return records, places, notes
 
 # %% ../../nbs/2_data/04_prompts.ipynb #ca07371
@@ -268,17 +261,15 @@ def read_records(
     needed: dict[str, type],  # key -> type, of every object
 ) -> list[dict]:
     "The objects of all lines. UserError names the first line that is not such an object."
-    found = []
-    for number, line in enumerate(read_text(path).splitlines(), 1):
-        record = _parse_json(line, f"{path}, line {number}")
+    records = _json_lines(read_text(path).splitlines(), path)
+    for number, record in enumerate(records, 1):
         is_dict = isinstance(record, dict)
         if not is_dict or any(type(record.get(key)) is not needed[key] for key in needed):
             raise UserError(
                 f"{path}, line {number}: not a JSON object with {', '.join(needed)}. Delete this "
                 "line, or move the file out of the run's folder."
             )
-        found.append(record)
-    return found
+    return records
 
 # %% ../../nbs/2_data/04_prompts.ipynb #c3e4ed8
 class PromptItem(dict):

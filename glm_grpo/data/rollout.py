@@ -104,10 +104,10 @@ class Rollout:
         told = [f"{len(self)} rows {of_prompts}"]
         shape = list(self.image_tensors.shape) if self.image_tensors is not None else "no"
         told.append(f"{shape} images")
-        if self.token_ids is not None:
-            told.append(f"{self.token_ids.shape[1]} tokens each")
-        if self.latents_logprobs is not None:
-            told.append(f"{self.latents_logprobs.shape[1]} denoising decisions each")
+        decisions = {"tokens": self.token_ids, "denoising decisions": self.latents_logprobs}
+        for name, values in decisions.items():
+            if values is not None:
+                told.append(f"{values.shape[1]} {name} each")
         if self.token_logprobs is not None:
             told.append(f"mean log-prob of a token {self.token_logprobs.mean().item():.3f}")
         return f"Rollout({', '.join(told)})"
