@@ -37,13 +37,6 @@ def test_folders_that_cannot_be_written_are_told_first(folder, capsys, run):
     assert files(folder) == before
 
 
-def test_evaluate_does_not_write_over_a_file(folder, capsys):
-    (folder / "notes").write_text("mine")
-    assert evaluate_main("--output_dir", folder / "notes") == 2
-    assert "notes is a file, and a folder is needed there" in told(capsys)
-    assert (folder / "notes").read_text() == "mine"
-
-
 @pytest.mark.parametrize("name", ["eval.json", "page.html", "samples/step_000001.png"])
 def test_results_of_others_are_not_overwritten(tmp_path, name):
     (tmp_path / name).parent.mkdir(exist_ok=True)
