@@ -516,8 +516,7 @@ class ThreadRanks(Ranks):
     "Ranks that are threads of this process."
 
     def __init__(self, rank, world, meeting, desk):
-        super().__init__()
-        self.rank, self.world, self.first = rank, world, rank == 0
+        super().__init__(rank, world)
         self.meeting, self.desk = meeting, desk
 
     def gather(self, thing):

@@ -29,7 +29,6 @@ class Drawings:
         info = json.loads((folder / "drawings.json").read_text(encoding="utf-8"))
         self.objects = info["objects"]
         self.hands = info["hands"]
-        self.sources = info["sources"]
         sheet, size = Image.open(folder / "drawings.png").convert("RGBA"), info["size"]
         self.sprites = {}
         for row, hand in enumerate(self.hands):

@@ -115,7 +115,7 @@ TEXTS = (
     "what to watch: reward_mean and its trend, and the held-out reward (reward_curve.png, "
     "page.html, TensorBoard in logs/); then grad_norm, clip_fraction and kl. Do not watch the "
     "loss: with one optimizer step per rollout it is always zero.",
-    "two more flags: --debug shows the traceback of an error (so does GLM_GRPO_DEBUG=1). "
+    "two more flags: --debug shows the traceback of an error. "
     "--trust_run_code, with --resume, allows reward functions that only the config.yaml of the "
     "run names. Its servers (reward.remote) must be named again. See SECURITY.md.",
 )

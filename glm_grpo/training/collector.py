@@ -16,11 +16,12 @@ from typing import Any
 
 import torch
 
-from ..data.basics import UserError
+from ..data.basics import UserError, patch_to
 from ..data.prompts import as_batch
 from ..data.rollout import Rollout, SampleNames, request_names
-from ..rewards.weighted import Judging
-from .experience import Experience, PeakMemory, join_scores, make_experience
+from ..maths.advantages import equal_groups
+from ..rewards.weighted import Judging, Scores
+from .experience import Experience, PeakMemory, compare_samples, join_scores
 from .options import TrainerOptions
 from .ranks import Ranks
 
@@ -109,15 +110,8 @@ class Collector:
 
         told = self.ranks.agree(sample_and_judge)
         of_rewards = zip(*(scores for scores, _ in told))  # per different reward: of all ranks
-        experience = make_experience(
-            self.last_rollout,
-            dict(zip(different, map(join_scores, of_rewards))),
-            self.rewards,
-            self.model.policies,
-            self.options,
-            self.ranks,
-            times,
-        )
+        scores = dict(zip(different, map(join_scores, of_rewards)))
+        experience = self.compare(self.last_rollout, scores)
         waited = told[self.ranks.rank][1]
         seconds = time.perf_counter() - start
         experience.seconds = {"rollout": seconds - waited, "reward": waited}
@@ -128,8 +122,8 @@ class Collector:
         """Name the noise of each row. A prompt that comes twice in a step, on this rank or on
         another, gets other noise the second time."""
         of_ranks = self.ranks.agree(lambda: request_names(prompts, sources))
-        earlier = Counter(itertools.chain(*of_ranks[: self.ranks.rank]))
-        before = {name: n * self.images_per_prompt for name, n in earlier.items()}
+        earlier = list(itertools.chain(*of_ranks[: self.ranks.rank]))
+        before = Counter(repeat_rows(earlier, self.images_per_prompt))
         requests = repeat_rows(of_ranks[self.ranks.rank], self.images_per_prompt)
         seed = self.options.step.seed
         return SampleNames.number(seed, step, requests, self.images_per_sample, before)
@@ -157,6 +151,36 @@ class Collector:
             options=options.rollout,
         )
         return self.last_rollout
+
+# %% ../../nbs/5_training/08_collector.ipynb #c8d41e7
+@patch_to(Collector)
+def compare(
+    self,
+    rollout: Rollout,
+    scores: dict[Callable, Scores],  # reward -> of all ranks
+) -> Experience:
+    "An `Experience`: each policy's samples with their advantages."
+    samples, of_all, numbers = {}, {}, {}
+    policies, ranks = self.model.policies, self.ranks
+    for name, policy in policies.items():
+        own, reward = policy.samples(rollout, self.images_per_prompt), self.rewards[name]
+        rows = len(rollout) // len(own)
+        found = compare_samples(scores[reward], reward, own.group_size, rows, self.options)
+        of_samples, advantages, of_all[name] = found
+        samples[name] = own.with_advantages(ranks.own(advantages), ranks.own(of_all[name]))
+        prefix = f"{name}/" if len(policies) > 1 else ""
+        numbers[f"{prefix}reward_mean"] = of_samples.mean().item()
+        numbers[f"{prefix}advantage_mean"] = advantages.mean().item()
+        equal = equal_groups(of_samples, own.group_size)
+        numbers[f"{prefix}equal_groups"] = equal.float().mean().item()
+        prefix = f"{name}/" if len(scores) > 1 else ""
+        for part, values in scores[reward].parts.items():
+            weighted = scores[reward].weighted[part]
+            numbers[f"{prefix}reward/{part}"] = values.nanmean().item()
+            numbers[f"{prefix}reward/{part}_weighted"] = weighted.nanmean().item()
+    total = sum(s.rewards for s in scores.values())
+    numbers |= {"reward_mean": total.mean().item(), "reward_std": total.std().item()}
+    return Experience(rollout, samples, of_all, ranks.own(total), numbers)
 
 # %% ../../nbs/5_training/08_collector.ipynb #c2b8bf1
 @contextlib.contextmanager
