@@ -18,6 +18,7 @@ import shutil
 import typing
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import Field, field
+from operator import attrgetter
 from pathlib import Path
 from typing import IO, Any, Literal
 
@@ -231,9 +232,7 @@ def option_value(
     name: str,  # with its sections, like reward.grpo.group_size
 ) -> Any:
     "The value of an option, by its full name."
-    for part in name.split("."):
-        options = getattr(options, part)
-    return options
+    return attrgetter(name)(options)
 
 
 def option_problems(
