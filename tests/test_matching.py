@@ -13,7 +13,7 @@ from glm_grpo.maths.matching import matching_logprob, nft_terms, stratified_step
 from glm_grpo.model.wrapper import GLMImageWrapper
 from glm_grpo.rewards.weighted import Scores
 from glm_grpo.training.experience import compare_samples
-from glm_grpo.training.options import TrainerOptions
+from glm_grpo.training.options import GRPOOptions, TrainerOptions
 from glm_grpo.training.trainer import MinimalGRPOTrainer
 
 SHAPE = (6, 4, 8, 8)
@@ -235,6 +235,57 @@ def test_the_pull_holds_several_updates_near_the_policy_that_sampled(model):
     assert kept[100.0] < 0.95 * kept[0.0]
 
 
+LAGS = {"slow_copy_decay": 0.9, "slow_copy_growth": 0.5, "learning_rate": 5e-3}
+
+
+def test_the_pull_to_a_slow_copy_acts_once_it_lags(model):
+    "In the first two steps the copy is the policy: nothing is pulled, bit for bit."
+    found = {}
+    for steps in (2, 4):
+        for pull in (0.0, 100.0):
+            trainer, learnt = train(model, green, steps, **LAGS, dit_pull_slow=pull)
+            found[steps, pull] = learnt
+            pulled = [line["kl"] > 0 for line in trainer.history]
+            assert pulled == [False, False, pull > 0, pull > 0][:steps]
+    assert torch.equal(found[2, 0.0], found[2, 100.0])
+    assert found[4, 100.0].norm() < 0.98 * found[4, 0.0].norm()
+
+
+NFT = LAGS | {"dit_objective": "nft", "advantage_clip": 2.0}
+
+
+def test_nft_on_policy_is_awm_with_another_weight(model, rollout):
+    noise = replace(rollout.denoising.noise, weight="nft", mix=0.3)
+    rollout = replace(rollout, denoising=replace(rollout.denoising, noise=noise))
+    policy, advantages = model.policies["dit"], torch.tensor([1.0, -1.0, 0.5, -0.5])
+    samples = policy.samples(rollout, 2)
+    assert not policy.has_log_ratios(samples)
+    numbers, found = policy.score_with_pull(samples, GRPOOptions(advantage_clip=2.0), None)
+    assert numbers.abs().max() < 1e-6 and found["metrics"]["contrast"] == 0
+    trained = model.get_trainable_parameters()
+    options = {key: found[key] for key in ("kl", "beta", "loss_type")}
+    loss, _ = compute_grpo_loss(numbers, torch.zeros(4, 3), advantages, **options)
+    gradients = torch.autograd.grad(loss, trained)
+    _, _, velocities = model.score_denoising(rollout)
+    error = velocities - rollout.denoising.latents_after
+    sigmas = rollout.denoising.sigmas[list(rollout.denoising.decisions)]
+    weight = sigmas / error.detach().abs().mean((2, 3, 4))
+    weighted = advantages[:, None] * weight * error.square().mean((2, 3, 4))
+    for own, other in zip(gradients, torch.autograd.grad(weighted.mean(), trained)):
+        torch.testing.assert_close(own, other, rtol=1e-3, atol=1e-7)
+
+
+def test_with_nft_the_slow_copy_samples_and_the_contrast_grows(model):
+    trainer, _ = train(model, green, 4, **NFT)
+    contrasts = [line["contrast"] for line in trainer.history]
+    assert contrasts[:2] == [0, 0] and min(contrasts[2:]) > 0
+    assert not {"ratio_mean", "clip_fraction", "old_new_gap"} & set(trainer.history[-1])
+    samples = trainer.collect({"prompts": PROMPTS[:1]}).samples["dit"]
+    with trainer.optimizer.slowed(), torch.no_grad():
+        _, _, old = model.score_denoising(samples.rollout.rows(slice(0, 2)))
+    assert torch.equal(old, samples.rollout.denoising.old_velocities[:2])
+
+
 def test_advantages_are_clipped():
     scores = Scores(torch.tensor([0.0, 0.0, 0.0, 1.0]), {}, {})
     options = TrainerOptions().with_changes(advantage_clip=1.0)
@@ -251,6 +302,11 @@ def test_advantages_are_clipped():
         ({"beta": 0.1}, "reward.grpo.dit_kl gaussian"),
         ({"dit_pull": 1.0}, "reward.grpo.dit_pull 1.0"),
         ({"dit_pull": 1.0, "dit_objective": "steps"}, "reward.grpo.dit_pull"),
+        ({"dit_pull_slow": 1.0}, "training.slow_copy_decay null"),
+        (NFT | {"slow_copy_decay": None}, "training.slow_copy_decay null"),
+        (NFT | {"slow_copy_decay": 0.0}, "training.slow_copy_decay 0"),
+        (NFT | {"advantage_clip": None}, "reward.grpo.advantage_clip"),
+        (NFT | {"dit_pull_slow": 1.0}, "reward.grpo.dit_pull_slow"),
     ],
 )
 def test_what_has_no_meaning_is_refused(changes, named):
@@ -272,15 +328,20 @@ def test_the_command_line_takes_it_by_either_name(folder, capsys):
 
 
 @pytest.mark.usefixtures("at_root")
-def test_a_run_that_stops_and_goes_on_is_the_straight_run(folder):
-    words = small(folder, "--model.component", "both", "--rollout.dit_objective", "matching")
-    words += ["--rollout.num_inference_steps", "4", "--rollout.matching_times", "2"]
-    words += ["--training.updates_per_rollout", "2", "--reward.grpo.dit_pull", "1"]
-    words += ["--training.save_interval", "1", "--num_steps", "2"]
+@pytest.mark.parametrize("objective", ["matching", "nft"])
+def test_a_run_that_stops_and_goes_on_is_the_straight_run(folder, objective):
+    words = small(folder, "--model.component", "both", "--rollout.dit_objective", objective)
+    words += ["--rollout.num_inference_steps", 4, "--rollout.matching_times", 2]
+    words += ["--training.updates_per_rollout", 2, "--reward.grpo.advantage_clip", 5]
+    words += ["--training.slow_copy_decay", 0.5, "--training.slow_copy_growth", 0.5]
+    if objective == "matching":
+        words += ["--reward.grpo.dit_pull", 1, "--reward.grpo.dit_pull_slow", 1]
+    words += ["--training.save_interval", 1, "--num_steps", 3]
     assert main(*words, "--output_dir", folder / "run") == 0
-    straight = load_weights(folder / "run/checkpoints/checkpoint_final")
+    checkpoints = folder / "run/checkpoints"
+    straight = load_weights(checkpoints / "checkpoint_final")
     assert len(straight) == 2
-    checkpoint = folder / "run/checkpoints/checkpoint_step_1"
-    assert resume(checkpoint, "--output_dir", folder / "run") == 0
-    resumed = load_weights(folder / "run/checkpoints/checkpoint_final")
+    assert resume(checkpoints / "checkpoint_step_2", "--output_dir", folder / "run") == 0
+    resumed = load_weights(checkpoints / "checkpoint_final")
     assert all(same_tensors(resumed[name], straight[name]) for name in straight)
+    torch.load(checkpoints / "checkpoint_final/slow.pt", weights_only=True)

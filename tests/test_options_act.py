@@ -73,12 +73,14 @@ TOY = {
     "optimizer": Row("adamw_8bit", BOTH),
     "max_grad_norm": Row(1e-6, BOTH),
     "ema_decay": Row(0.5, {"average"}),
+    "slow_copy_decay": Row(0.5, {"slow copy"}),
     # each set of tokens gets the same two lights, so the light learns the same from any number
     "group_size": Row(3, {"ar", "rollout", "scored"}),
     "images_per_sample": Row(3, BOTH | {"rollout", "scored"}),
     "equal": Row("drop", BOTH | {"scored"}, {"reward": lambda: flat_for_one}),
     "scale": Row("batch", BOTH),
     "advantage_clip": Row(0.1, BOTH),
+    "entropy_share": Row(0.3, {"ar"}, {"steps": 2}),
     "clip_range": Row(0.01, {"ar"}),
     "dit_clip_range": Row(0.01, {"dit"}),
     "clip_range_high": Row(0.01, BOTH),
@@ -116,7 +118,8 @@ def test_each_option_has_a_row():
     names = set()
     for f in fields(TrainerOptions):
         names |= {inner.name for inner in fields(f.type)} if is_dataclass(f.type) else {f.name}
-    elsewhere = {"dit_pull"}  # it acts from the second update on: tests/test_matching.py
+    # they act from the second update or step on: tests/test_matching.py
+    elsewhere = {"dit_pull", "dit_pull_slow", "slow_copy_growth", "nft_mix"}
     assert names == set(TOY) | set(REAL) | elsewhere
 
 
@@ -149,7 +152,7 @@ def toy_run(folder, steps=1, reward=lambda: nearness, scores=1.0, **options):
     for name, policy in trainer.policies.items():
         norms = [line.get(f"{name}/grad_norm", 0.0) for line in trainer.history]
         found[name] = torch.cat([policy.parameters()[0].detach().flatten(), torch.tensor(norms)])
-    average = trainer.optimizer.ema
+    averages = {"average": trainer.optimizer.ema, "slow copy": trainer.optimizer.slow}
     trainer.half_done = False
     trainer.save_checkpoint(folder)
     return found | {
@@ -160,8 +163,8 @@ def toy_run(folder, steps=1, reward=lambda: nearness, scores=1.0, **options):
         "lines": [
             (line["ar/learning_rate"], line["dit/learning_rate"]) for line in trainer.history
         ],
-        "average": None if average is None else [p.tolist() for p in average.shadow_params],
         "end": (trainer.step, end),
+        **{k: v and [p.tolist() for p in v.shadow_params] for k, v in averages.items()},
         "checkpoint": read_json(folder / "trainer.json")["made_by"]["mode"],
     }
 

@@ -13,7 +13,7 @@ import torch
 from glm_grpo.data.basics import refusal
 from glm_grpo.data.loader import make_dataloader
 from glm_grpo.maths.advantages import gdpo_advantages
-from glm_grpo.maths.loss import LOSS_TYPES
+from glm_grpo.maths.loss import LEVELS, LOSSES, compute_grpo_loss
 from glm_grpo.rewards.weighted import WeightedReward
 from glm_grpo.training.callbacks import Callback
 from glm_grpo.training.interrupts import NotFinite
@@ -156,8 +156,8 @@ def rollout_gradient(size, **changes):
     return found[0], line
 
 
-@pytest.mark.parametrize("level", ["token", "sequence"])
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("loss_type", LOSSES)
 def test_the_gradient_does_not_depend_on_the_micro_batch(loss_type, level):
     changes = {"loss_type": loss_type, "importance_sampling_level": level}
     whole, whole_line = rollout_gradient(None, **changes)
@@ -179,6 +179,54 @@ def test_credit_for_some_decisions_moves_only_those():
     trainer.learn(experience)
     moved = table(trainer).detach().abs().amax((0, 2)) > 0
     assert moved.nonzero().flatten().tolist() == [10, 11, 12, 13, 14]
+
+
+def test_only_the_most_uncertain_tokens_learn():
+    "The threshold is that of the whole step, however it is split."
+    found = []
+    for size in (3, None):
+        trainer = toy_trainer(entropy_share=0.2, micro_batch_size=size)
+        perturb(trainer, 2.0)
+        samples = trainer.collect(BATCH).samples["ar"]
+        entropies = trainer.policies["ar"].entropies(samples)
+        learns = samples.advantages != 0
+        found.append(samples.advantages)
+        assert learns.float().mean() == pytest.approx(0.2)
+        assert entropies[learns].min() > entropies[~learns].max()
+    assert torch.equal(*found)
+
+
+# a loss of one's own
+
+
+def doubled(new, old, advantages, **options):
+    loss, metrics = compute_grpo_loss(new, old, advantages, **options)
+    return 2 * loss, metrics | {"own": torch.tensor(3.0)}
+
+
+def test_a_loss_that_wraps_ours_and_adds_a_metric():
+    plain, _ = first_gradients(micro_batch_size=3)
+    twice, line = first_gradients(micro_batch_size=3, loss=doubled)
+    assert torch.allclose(twice, 2 * plain) and line["own"] == 3 and line["ratio_std"] < 1e-6
+
+
+def test_a_loss_with_no_metrics_at_all():
+    def reinforce(new, old, advantages, num_samples, **options):
+        return -(advantages[:, None] * new).mean(1).sum() / num_samples, {}
+
+    own, line = first_gradients(micro_batch_size=3, loss=reinforce)
+    ours, _ = first_gradients(loss_type="reinforce")
+    assert torch.allclose(own, ours, atol=1e-8) and "ratio_mean" not in line
+    assert line["old_new_gap"] == 0 and line["grad_norm"] > 0
+
+
+def test_each_policy_can_have_its_own_loss():
+    norms = []
+    for loss in (None, {"dit": doubled}):
+        trainer = studio_trainer(max_grad_norm=1e9, loss=loss)
+        line = trainer.train_step(BATCH)
+        norms.append([line["ar/grad_norm"], line["dit/grad_norm"]])
+    assert norms[1] == pytest.approx([norms[0][0], 2 * norms[0][1]])
 
 
 # groups that teach nothing
@@ -577,6 +625,7 @@ def run_of_rank(ranks, prompts, **changes):
         {"scale": "batch", "micro_batch_size": 3},
         {"mini_batches": 3, "updates_per_rollout": 2},  # some rank has no sample in a mini-batch
         {"equal": "drop", "beta": 0.2},
+        {"entropy_share": 0.3, "micro_batch_size": 3},
     ],
 )
 @pytest.mark.parametrize("world", [2, 4])

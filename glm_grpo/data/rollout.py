@@ -179,6 +179,14 @@ class Policy:
             ref_logprobs = self.score(samples)
         return self.score(samples), {"ref_logprobs": ref_logprobs}
 
+    def has_log_ratios(self, samples: Samples) -> bool:
+        "Whether new minus old numbers are log-ratios, which are 0 before the first update."
+        return True
+
+    def entropies(self, samples: Samples) -> Tensor | None:
+        "Entropy [n, T] of each decision, in nats, without gradient; None: not known."
+        return None
+
     def chunks(self, samples: Samples) -> Iterator[Samples]:
         "Parts of a micro-batch whose decisions can be scored one after the other."
         yield samples
@@ -344,15 +352,16 @@ class RolloutOptions:
         "true: the normalised ratio of GRPO-Guard (arXiv 2510.22319), which gives early and late "
         "steps equal weight; use it with reward.grpo.dit_clip_range 2e-6",
     )
-    dit_objective: Literal["steps", "matching"] = option(
+    dit_objective: Literal["steps", "matching", "nft"] = option(
         "steps",
         "decisions of the denoising policy. steps: denoising steps that add noise; matching: the "
         "finished image, compared with the policy's velocity at some times (AWM, arXiv "
         "2509.25050): no step adds noise, each image has a first noise of its own, and a decision "
-        "needs no guidance",
+        "needs no guidance; nft: the same decisions with the loss of DiffusionNFT (arXiv "
+        "2509.16117), and the slow copy of the policy samples the images",
     )
     matching_times: int = option(
-        4, "with dit_objective matching: times at which each image is compared", at_least(1)
+        4, "with matching and nft: times at which each image is compared", at_least(1)
     )
     matching_weight: MatchingWeight = option(
         "ghuber",
@@ -360,9 +369,15 @@ class RolloutOptions:
     )
     matching_guidance: float = option(
         1.0,
-        "with dit_objective matching: guidance of the velocity that is compared; 1: none, as in "
-        "the paper",
+        "with matching and nft: guidance of the velocity that is compared; 1: none, as in the "
+        "papers",
         at_least(0, 100),
+    )
+    nft_mix: float = option(
+        1.0,
+        "with dit_objective nft: share of the policy in the velocity that is compared (b); a "
+        "smaller one pulls less; 0.1 for rewards that read text",
+        above(0, 1),
     )
     shared_noise: bool = option(
         True,

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..maths.matching import MatchingWeight, matching_logprob
+from ..maths.matching import matching_logprob
 from ..maths.sde import sde_step
 from glm_grpo.model.latents import (
     Source,
@@ -126,7 +126,9 @@ class NoiseOptions:
     decisions: tuple[int, ...] = ()  # D step numbers
     noise_level: float = 0.7  # of `sde_step`; steps that are no decisions are Euler steps
     sde_type: str = "sde"  # of `sde_step`: "sde", "dance" or "cps"
-    weight: MatchingWeight | None = None  # of `matching_logprob`; None: these steps add noise
+    # of `matching_logprob`; "nft": numbers of `nft_terms`; None: these steps add noise
+    weight: str | None = None
+    mix: float = 1.0  # of `nft_terms`
 
 
 NO_NOISE = NoiseOptions()
@@ -278,6 +280,8 @@ def _score_decision(
     index: int,  # step number
     options: NoiseOptions,
 ) -> tuple[Tensor, Tensor]:  # log-prob [N], mean [N, C, h, w]
+    if options.weight == "nft":  # its numbers need the old velocities, see `DiTPolicy`
+        return velocity.new_zeros(len(velocity)), velocity
     if options.weight:
         return matching_logprob(velocity, after, float(sigmas[index]), options.weight), velocity
     _, log_prob, mean, _ = sde_step(

@@ -15,8 +15,10 @@ from torch import Tensor
 
 from ..data.basics import UserError
 from ..data.rollout import Policy, Rollout, Samples, per_row
+from ..maths.matching import nft_terms
 from ..maths.sde import gaussian_kl, ratio_norm, step_coefficients, velocity_mse
 from .denoise import NO_NOISE, NoiseOptions
+from .scoring import score_tokens
 from .tokens import PromptInputs
 
 # %% ../../nbs/3_model/17_policies.ipynb #n006
@@ -57,6 +59,7 @@ class Denoising:
     latents_means: Tensor | None = per_row(default=None)  # matching: none
     # matching: the velocities of the policy that sampled; None: not computed
     old_velocities: Tensor | None = per_row(default=None)
+    slow_velocities: Tensor | None = per_row(default=None)  # likewise, of its slow copy
 
     @property
     def decisions(self) -> tuple[int, ...]:
@@ -76,7 +79,8 @@ class Denoising:
     def decision(self, j: int) -> "Denoising":
         "The same with one decision only."
         at, own = slice(j, j + 1), {}
-        for name in ("latents_before", "latents_after", "latents_means", "old_velocities"):
+        kept = "latents_before", "latents_after", "latents_means"
+        for name in (*kept, "old_velocities", "slow_velocities"):
             if (values := getattr(self, name)) is not None:
                 own[name] = values[:, at]
         return replace(self, noise=replace(self.noise, decisions=self.decisions[at]), **own)
@@ -106,6 +110,13 @@ class ARPolicy(HalfPolicy):
     def score(self, samples):
         return self.model.compute_token_logprobs(samples.rollout)
 
+    @torch.no_grad()
+    def entropies(self, samples):
+        self.model.wake("ar")
+        rollout, tokens = samples.rollout, samples.rollout.tokens
+        rows = tokens.prompt_inputs, tokens.prompt_index, rollout.token_ids
+        return score_tokens(self.model.ar, *rows, tokens.temperature, tokens.kept, entropies=True)
+
     def lay_out(self, rollout, values):
         grids = rollout.tokens.grids
         names = ("preview", "large")[-len(grids) :]
@@ -130,6 +141,9 @@ class DiTPolicy(HalfPolicy):
         old, group_size = rollout.latents_logprobs, rollout.images_per_sample
         return Samples(rollout, old, group_size, decisions=decisions)
 
+    def has_log_ratios(self, samples):
+        return samples.rollout.denoising.noise.weight != "nft"
+
     def score(self, samples):
         logprobs, means, _ = self.model.score_denoising(samples.rollout)
         return _normalised(samples, logprobs, means)
@@ -150,19 +164,48 @@ class DiTPolicy(HalfPolicy):
     def score_with_pull(
         self,
         samples: Samples,
-        pull: float,  # weight of the distance to the policy that sampled
-        reference: Callable[[], AbstractContextManager] | None,  # as `score_with_reference`
-        beta: float,  # weight of the distance to the reference
-    ) -> tuple[Tensor, dict[str, Tensor | float]]:  # log-probs [n, D], arguments of the loss
-        "`score`, and mean squared distances of velocities. AWM, arXiv 2509.25050."
-        logprobs, _, velocities = self.model.score_denoising(samples.rollout)
-        old = samples.rollout.denoising.old_velocities
-        distance = pull * (velocities - old).square().mean((2, 3, 4))
-        if beta:
+        grpo: "GRPOOptions",  # noqa: F821  its dit_pull, dit_pull_slow, beta, advantage_clip
+        reference: Callable[[], AbstractContextManager],  # as `score_with_reference`
+    ) -> tuple[Tensor, dict]:  # log-probs [n, D]; arguments of the loss
+        """`score`, and mean squared distances of velocities. AWM, arXiv 2509.25050; with weight
+        nft the two terms of DiffusionNFT, arXiv 2509.16117."""
+        rollout, denoising = samples.rollout, samples.rollout.denoising
+        logprobs, _, velocities = self.model.score_denoising(rollout)
+        distance, found = torch.zeros_like(logprobs), {"beta": 1.0}
+
+        def squares(others):
+            return (velocities - others).square().mean((2, 3, 4))
+
+        if grpo.dit_pull:
+            distance = distance + grpo.dit_pull * squares(denoising.old_velocities)
+        if grpo.dit_pull_slow:
+            distance = distance + grpo.dit_pull_slow * squares(denoising.slow_velocities)
+        if grpo.beta:
             with torch.no_grad(), reference():
-                _, _, ref_velocities = self.model.score_denoising(samples.rollout)
-            distance = distance + beta * (velocities - ref_velocities).square().mean((2, 3, 4))
-        return logprobs, {"kl": distance, "beta": 1.0}
+                _, _, ref_velocities = self.model.score_denoising(rollout)
+            distance = distance + grpo.beta * squares(ref_velocities)
+        if not self.has_log_ratios(samples):
+            logprobs, pull = _nft_numbers(denoising, velocities)
+            distance = distance + grpo.advantage_clip * pull
+            contrast = squares(denoising.old_velocities).mean().detach()
+            found |= {"loss_type": "reinforce", "metrics": {"contrast": contrast}}
+        return logprobs, found | {"kl": distance}
+
+    @torch.no_grad()
+    def with_slow_velocities(
+        self,
+        samples: Samples,
+        slowed: Callable[[], AbstractContextManager],  # inside, the policy is its slow copy
+        size: int | None,  # rows scored at a time
+    ) -> Samples:
+        "The samples with the velocities of the slow copy, for `score_with_pull`."
+        rollout, size, found = samples.rollout, size or len(samples), []
+        with slowed():
+            for start in range(0, len(samples), size):
+                rows = rollout.rows(slice(start, start + size))
+                found.append(self.model.score_denoising(rows)[2])
+        denoising = replace(rollout.denoising, slow_velocities=torch.cat(found))
+        return replace(samples, rollout=replace(rollout, denoising=denoising))
 
     def chunks(self, samples: Samples) -> Iterator[Samples]:
         "Chunks of one decision each: only the activations of one step are kept at a time."
@@ -182,6 +225,17 @@ class DiTPolicy(HalfPolicy):
     def lay_out(self, rollout: Rollout, values: Tensor):
         steps = ", ".join(map(str, rollout.denoising.decisions))
         return [(f"denoising steps {steps}", values[None])]
+
+
+def _nft_numbers(denoising: Denoising, velocities: Tensor) -> tuple[Tensor, Tensor]:  # [n, D] each
+    "`nft_terms` of each decision."
+    terms = []
+    for j, step in enumerate(denoising.decisions):
+        points, old = denoising.latents_before[:, j], denoising.old_velocities[:, j]
+        t, mix = float(denoising.sigmas[step]), denoising.noise.mix
+        terms.append(nft_terms(velocities[:, j], old, points, denoising.latents, t, mix))
+    surrogates, pulls = zip(*terms)
+    return torch.stack(surrogates, 1), torch.stack(pulls, 1)
 
 
 def _normalised(samples: Samples, logprobs: Tensor, means: Tensor) -> Tensor:

@@ -209,9 +209,10 @@ def add_decisions(self, denoising: Denoising) -> Denoising:
     options, names, chosen = self.options, self.names, []
     patches, steps = self.height * self.width // 256, options.num_inference_steps
     sigmas = schedule(self.model.pipe.scheduler, steps, patches)[1]
-    if options.dit_objective == "matching":
+    if options.dit_objective != "steps":
         chosen = stratified_steps(steps, options.matching_times, f"{names.prefix}|times")
-        noise = NoiseOptions(tuple(chosen), weight=options.matching_weight)
+        weight = "nft" if options.dit_objective == "nft" else options.matching_weight
+        noise = NoiseOptions(tuple(chosen), weight=weight, mix=options.nft_mix)
         guidance = options.matching_guidance
         return replace(denoising, noise=noise, sigmas=sigmas, matching_guidance=guidance)
     if options.noise_level:

@@ -41,6 +41,14 @@ class _TokenLogprobs(torch.autograd.Function):
         out = F.pad(out, (0, ctx.num_forbidden))  # outputs that are not image tokens: 0
         return out.to(ctx.dtype), None, None, None, None
 
+
+def _entropies(outputs, kept, K, temperature) -> Tensor:
+    "Entropies of the distributions that tokens are sampled from, in nats."
+    logits = outputs[..., :K].float() / temperature
+    if kept is not None:
+        logits.masked_fill_(~unpack_kept(kept, K), -torch.inf)
+    return torch.distributions.Categorical(logits=logits, validate_args=False).entropy()
+
 # %% ../../nbs/3_model/07_scoring.ipynb #c015
 @masked_attention()
 def _decision_states(text_model, inputs, prompt_index, token_ids):
@@ -67,12 +75,15 @@ def score_tokens(
     temperature: float = 0.9,  # the one they were sampled with
     kept: Tensor | None = None,  # [N, T, ceil(K/8)] uint8 of `sample_tokens`; None: all tokens
     chunk: int = 128,  # decisions per chunk; the logits of one chunk exist at a time
+    entropies: bool = False,  # True: the entropy of each decision in place of the log-prob
 ) -> Tensor:  # [N, T] float32, in nats
     "Log-prob of each token in one forward pass, with gradient. Outside `kept` it is -inf."
     model, text_model, K = language_model_parts(model)
     hidden = _decision_states(text_model, inputs, prompt_index, token_ids)
 
     def score(hidden, ids, kept):
+        if entropies:
+            return _entropies(model.lm_head(hidden), kept, K, temperature)
         return _TokenLogprobs.apply(model.lm_head(hidden), ids, kept, K, temperature)
 
     logprobs = []

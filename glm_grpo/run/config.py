@@ -343,8 +343,9 @@ def denoising_problems(config: Config) -> Iterator[str]:
         )
     if component == "ar":
         return
-    if rollout.dit_objective == "matching":
-        yield from matching_problems(rollout, config.reward.grpo, config.training)
+    if rollout.dit_objective != "steps":
+        grpo, training = config.reward.grpo, config.training
+        yield from matching_problems(rollout, grpo, training, training)
         return
     if rollout.noise_level <= 0:
         yield (
@@ -388,11 +389,9 @@ def weight_problems(config: Config) -> Iterator[str]:
             "training.shard true spreads all weights, and with model.lora true only a small "
             f"adapter learns. Set model.lora false, {fix}"
         )
-    if training.ema_decay is not None:
-        yield (
-            f"training.ema_decay {training.ema_decay}: no moving averages of sharded weights. Set "
-            f"it to null, {fix}"
-        )
+    for name in ("ema_decay", "slow_copy_decay"):
+        if getattr(training, name) is not None:
+            yield f"training.{name}: no moving averages of sharded weights. Set it to null, {fix}"
     if training.optimizer != "adamw":
         yield (
             f"training.optimizer {training.optimizer}: bitsandbytes supports no sharded weights. "

@@ -42,7 +42,7 @@ def tokens_of(config: Config) -> int:
 
 def deciding_steps(config: Config) -> int:
     "Decisions per image that the DiT learns from. Of noisy steps, the last adds no noise."
-    if config.rollout.dit_objective == "matching":
+    if config.rollout.dit_objective != "steps":
         return config.rollout.matching_times
     noisy = max(0, config.rollout.num_inference_steps - 1)
     return min(config.rollout.window or noisy, noisy)
@@ -174,7 +174,7 @@ class Step:
             passes=2 if config.rollout.guidance_scale > 1 else 1,
         )
         self.learns = {"ar": self.ar, "dit": self.dit}  # the same in the update
-        if config.rollout.dit_objective == "matching":
+        if config.rollout.dit_objective != "steps":
             passes = 2 if config.rollout.matching_guidance > 1 else 1
             self.learns["dit"] = replace(self.dit, passes=passes)
         # frozen numbers that wait on the host while the other half works
@@ -222,13 +222,16 @@ def estimate_memory(
     adamw = 8  # bytes per number; in 8 bits there is a scale for 256 numbers
     if training.optimizer == "adamw_8bit":
         adamw = 2 + 8 / 256
+    averaged = trained if training.ema_decay is not None else 0
+    if training.slow_copy_decay is not None:
+        averaged += step.trained.get("dit", 0)
     latents = 0 if model.component == "ar" else 3 * deciding_steps(step.config) + 1
     latents *= step.layout["dit"]["config"]["in_channels"] * step.pixels // 64
     kept = {
         "weights": (total - away) * step.bytes,
         "adapters": 4 * trained if model.lora else 0,
         "masters": 0 if model.lora or step.bytes == 4 else 4 * trained // share,
-        "averages": 4 * trained if training.ema_decay is not None else 0,
+        "averages": 4 * averaged,
         "adamw": int(adamw * trained) // share,
         "rollout": step.samples * step.new_tokens * step.logits // 8 + 4 * step.images * latents,
     }

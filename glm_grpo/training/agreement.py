@@ -165,8 +165,8 @@ def agreement_of(
         numbers = merge_lines([of_rank[name] for of_rank in of_ranks])
         if in_loop := {k: v for k, v in numbers.items() if k.startswith("loop_gap")}:
             loops[name] = loop_gap(in_loop, dtype)
-        if first:
-            old_new = {k: v for k, v in numbers.items() if k.startswith("old_new_gap")}
+        old_new = {k: v for k, v in numbers.items() if k.startswith("old_new_gap")}
+        if first and old_new:  # none: the policy's numbers are no log-ratios
             clip, same = options.grpo.clip_range_of(name), options.step.mini_batches == 1
             policies[name] = old_new_gap(old_new, name, dtype, clip, loops.get(name), same)
     return Agreement(policies, dtype, options.step.micro_batch_size, loops)

@@ -72,7 +72,8 @@ def describe_step(
     for policy in trainer.policies:
         prefix = f"{policy}/" if len(trainer.policies) > 1 else ""
         told += f", {prefix}grad {metrics[f'{prefix}grad_norm']:.3g}"
-        told += f", {prefix}clip {metrics[f'{prefix}clip_fraction']:.1%}"
+        if (clipped := metrics.get(f"{prefix}clip_fraction")) is not None:
+            told += f", {prefix}clip {clipped:.1%}"
         told += f", {prefix}kl {metrics[f'{prefix}kl']:.3g}"
         if metrics[f"{prefix}skipped"]:
             told += f", {prefix}NOT FINITE, so no update"
@@ -105,7 +106,8 @@ class ProgressLines(Callback):
 
     def on_step_end(self, trainer, metrics, experience):
         step, last = trainer.step, trainer.last_step
-        if trainer.agreement and step == self.pace.first + 1:
+        first = step == self.pace.first + 1
+        if first and trainer.agreement and trainer.agreement.comparisons():
             print("agreement of sampling and scoring before the first update:")
             print(trainer.agreement)
         if is_due(step, self.every) or step == last:

@@ -56,6 +56,16 @@ class OptimizerOptions:
         "average, and checkpoints hold it in the folder ema; null: no average",
         lambda d: None if 0 < d < 1 else "give a number between 0 and 1, such as 0.99, or null",
     )
+    slow_copy_decay: float | None = option(
+        None,
+        "keep a copy of the denoising policy that lags behind, for reward.grpo.dit_pull_slow and "
+        "rollout.dit_objective nft: largest decay, 0 to 0.999, after each rollout (AWM, arXiv "
+        "2509.25050, takes 0.3; DiffusionNFT, arXiv 2509.16117, 0.5); null: no copy",
+        at_least(0, 0.999),
+    )
+    slow_copy_growth: float = option(
+        1e-3, "how much the decay of the slow copy grows after each rollout, from 0", above(0)
+    )
 
     def learning_rate_of(self, policy: str) -> float:
         "The first learning rate of a policy."
@@ -137,6 +147,12 @@ class GroupOptions:
         "models take 5; null: they stay as they are",
         above(0),
     )
+    entropy_share: float | None = option(
+        None,
+        "only this share of a step's tokens learns, those with the largest entropy (arXiv "
+        "2506.01939: 0.2 of text tokens); null: all; costs one more forward pass",
+        above(0, 1),
+    )
 
 # %% ../../nbs/5_training/01_options.ipynb #n016
 @dataclass
@@ -168,13 +184,15 @@ class ClipOptions:
         "arXiv 2505.07291); null: none",
         above(0),
     )
-    loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo"] = option(
+    loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "reinforce"] = option(
         "grpo",
         "how the losses of the decisions are clipped and averaged; the names are those of TRL, "
-        "see nbs/1_maths/03_loss.ipynb",
+        "see nbs/1_maths/03_loss.ipynb; reinforce: no ratio",
     )
-    importance_sampling_level: Literal["token", "sequence"] = option(
-        "token", "one ratio per token, or one per image (GSPO, arXiv 2507.18071)"
+    importance_sampling_level: Literal["token", "sequence", "sequence_token"] = option(
+        "token",
+        "one ratio per token, or one per image (GSPO, arXiv 2507.18071); sequence_token: that of "
+        "the image, with an advantage for each token",
     )
 
     def clip_range_of(self, policy: str) -> float:
@@ -226,6 +244,12 @@ class KLOptions:
         "with rollout.dit_objective matching: weight of the squared distance to the velocity of "
         "the policy that sampled. It holds several updates on a rollout together; the authors of "
         "AWM (arXiv 2509.25050) take 1",
+        at_least(0),
+    )
+    dit_pull_slow: float = option(
+        0.0,
+        "the same for the velocity of a slow copy of the policy, see training.slow_copy_decay; it "
+        "acts with one update on a rollout as well",
         at_least(0),
     )
 
@@ -289,12 +313,29 @@ def matching_problems(
     rollout: RolloutOptions,
     grpo: GRPOOptions,
     step: StepOptions,
+    optimizer: OptimizerOptions,
 ) -> Iterator[str]:
     "Options of the denoising policy that have no meaning with its objective."
+    nft = rollout.dit_objective == "nft"
+    if rollout.dit_objective != "matching":
+        for name in ("dit_pull", "dit_pull_slow"):
+            if getattr(grpo, name):
+                yield f"reward.grpo.{name}: it needs rollout.dit_objective matching. Set it to 0."
     if rollout.dit_objective == "steps":
-        if grpo.dit_pull:
-            yield "reward.grpo.dit_pull: it needs rollout.dit_objective matching. Set it to 0."
         return
+    if (nft or grpo.dit_pull_slow) and optimizer.slow_copy_decay is None:
+        asked = "rollout.dit_objective nft" if nft else "reward.grpo.dit_pull_slow"
+        yield f"training.slow_copy_decay null: {asked} needs a slow copy. Set it to 0.3 or 0.5."
+    if nft and optimizer.slow_copy_decay == 0:
+        yield (
+            "training.slow_copy_decay 0: with rollout.dit_objective nft the old policy is then the "
+            "policy, and there is nothing to contrast. Set it to 0.5, or take matching."
+        )
+    if nft and grpo.advantage_clip is None:
+        yield (
+            "reward.grpo.advantage_clip null: rollout.dit_objective nft needs a bound of the "
+            "advantages. Set it to 5 (its authors), or to 1 for a weaker pull."
+        )
     times, steps = rollout.matching_times, rollout.num_inference_steps
     if times > (available := int(0.9 * steps) - 1):
         yield (
@@ -335,11 +376,22 @@ class TrainerOptions:
     grpo: GRPOOptions = field(default_factory=GRPOOptions)
     rollout: RolloutOptions = field(default_factory=RolloutOptions)
 
+    @property
+    def dit_is_pulled(self) -> bool:
+        "Whether the denoising policy's loss pulls it to the velocities of an earlier policy."
+        pulls = self.grpo.dit_pull or self.grpo.dit_pull_slow
+        return bool(pulls) or self.rollout.dit_objective == "nft"
+
     def check(self) -> "TrainerOptions":
         "Returns itself. UserError names the first value that cannot work."
         check_options(self)
         self.grpo.check_delta()
-        for problem in matching_problems(self.rollout, self.grpo, self.step):
+        if self.grpo.entropy_share and self.grpo.importance_sampling_level == "sequence":
+            raise UserError(
+                "entropy_share: with importance_sampling_level sequence a sample has one advantage "
+                "for all tokens. Set importance_sampling_level sequence_token."
+            )
+        for problem in matching_problems(self.rollout, self.grpo, self.step, self.optimizer):
             raise UserError(problem)
         return self
 

@@ -80,6 +80,10 @@ class TokenTable(Policy):
         logprobs = self.logprobs(samples.rollout.prompts)
         return logprobs.gather(-1, samples.rollout.token_ids[..., None])[..., 0]
 
+    def entropies(self, samples):
+        logprobs = self.logprobs(samples.rollout.prompts).detach()
+        return -(logprobs.exp() * logprobs).sum(-1)
+
     def lay_out(self, rollout, values):
         return [("tokens", values.view(5, 5))]
 
@@ -144,6 +148,9 @@ class Light(TokenTable):
 
     def score(self, samples):
         return self.normal(samples.rollout.prompts).log_prob(samples.rollout.denoising)
+
+    def entropies(self, samples):
+        return None
 
     def lay_out(self, rollout, values):
         return [("light", values.view(1, 3))]

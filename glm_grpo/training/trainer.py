@@ -6,6 +6,7 @@
 __all__ = ['Learner', 'MinimalGRPOTrainer']
 
 # %% ../../nbs/5_training/16_trainer.ipynb #n021
+import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -43,12 +44,15 @@ class Learner:
         model: Any,  # with policies, and `reference` where there is a KL
         options: TrainerOptions,
         ranks: Ranks,
+        loss: Callable | dict | None = None,  # see `MinimalGRPOTrainer`
     ):
         self.model, self.policies, self.options, self.ranks = model, model.policies, options, ranks
         trained = {}
         for name, policy in self.policies.items():
             trained[name] = [p for p in policy.parameters() if p.requires_grad]
         self.optimizer = PolicyOptimizer(trained, options.optimizer)
+        self.losses = dict.fromkeys(self.policies, loss if callable(loss) else compute_grpo_loss)
+        self.losses |= loss if isinstance(loss, dict) else {}
         self.ranks.unshard()
         self.step = self.last_step = self.bad_steps = 0
         self.half_done = False  # while some, but not all, optimizer steps on a rollout are done
@@ -59,9 +63,30 @@ class Learner:
     def minibatches(self, experience: Experience) -> Iterator[dict[str, MiniBatch]]:
         "policy -> samples, for each optimizer step."
         options = self.options.step
+        if self.options.grpo.dit_pull_slow:
+            dit, slowed, samples = self.policies["dit"], self.optimizer.slowed, experience.samples
+            size = options.micro_batch_size
+            samples["dit"] = dit.with_slow_velocities(samples["dit"], slowed, size)
         for i in range(options.updates_per_rollout):
             name = f"{options.seed}|{self.step}|{i}|mini-batches"
             yield from deal_minibatches(experience, options.mini_batches, self.ranks, name)
+
+    def sampling(self) -> contextlib.AbstractContextManager:
+        "Inside, the policies are those that sample: with dit_objective nft the slow copy."
+        if self.options.rollout.dit_objective == "nft":
+            return self.optimizer.slowed()
+        return contextlib.nullcontext()
+
+    def take_steps(self, experience: Experience) -> list[dict[str, dict[str, float]]]:
+        "All optimizer steps on a rollout -> each one's metrics of each policy."
+        self.last_experience = experience
+        self.optimizer.schedule(self.step, self.last_step)
+        with experience.measured("update", self.optimizer.device):
+            lines = [self.update(minibatch) for minibatch in self.minibatches(experience)]
+            self.ranks.unshard()
+        self.optimizer.update_slow_copy()
+        self.step, self.half_done = self.step + 1, False
+        return lines
 
     def update(self, minibatch: dict[str, MiniBatch]) -> dict[str, dict[str, float]]:
         """One optimizer step -> each policy's metrics. UserError: sampling and scoring differ by
@@ -99,22 +124,23 @@ class Learner:
         policy, grpo = self.policies[name], self.options.grpo
         size = self.options.step.micro_batch_size
         beta = grpo.beta if batch.samples.counted.any() else 0.0
-        pulled = beta or (name == "dit" and grpo.dit_pull)
-        together = grpo.importance_sampling_level == "sequence"
+        pulled = beta or (name == "dit" and self.options.dit_is_pulled)
+        together = grpo.importance_sampling_level != "token"
         chunks = list(split_chunks(policy, batch.counted(), size, not pulled, together))
-        passes, tally = len(chunks), Tally()
+        passes, tally = len(chunks), Tally(policy.has_log_ratios(batch.samples))
         if self.ranks.shards:  # each pass gathers the weights from all ranks
             passes = max(self.ranks.gather(passes))
         for i, chunk in chunks:
             new, reference = self.score(policy, chunk, beta)
             if chunk.old_logprobs is None:  # no weight has changed since sampling: they are equal
                 chunk = replace(chunk, old_logprobs=new.detach())
-            options = reference | loss_counts(batch, chunk) | loss_options(name, grpo)
-            loss, metrics = compute_grpo_loss(
+            more = reference.pop("metrics", {})
+            options = loss_options(name, grpo) | loss_counts(batch, chunk) | reference
+            loss, metrics = self.losses[name](
                 new, chunk.old_logprobs, chunk.advantages, as_tensors=True, **options
             )
             loss.backward()
-            tally.add(i, chunk, new, metrics)
+            tally.add(i, chunk, new, metrics | more | {"loss": loss.detach()})
         for _ in range(passes - len(chunks)):  # another rank has more
             one = self.last_experience.samples[name].rows(slice(0, 1))
             (0 * policy.score(next(iter(policy.chunks(one)))).sum()).backward()
@@ -123,8 +149,8 @@ class Learner:
     def score(self, policy: Policy, chunk: Samples, beta: float) -> tuple[Tensor, dict]:
         "New log-probs, and the arguments of the loss that keep the policy near others."
         grpo, reference = self.options.grpo, self.model.reference if beta else None
-        if policy.name == "dit" and grpo.dit_pull:
-            return policy.score_with_pull(chunk, grpo.dit_pull, reference, beta)
+        if policy.name == "dit" and self.options.dit_is_pulled:
+            return policy.score_with_pull(chunk, replace(grpo, beta=beta), reference)
         if beta:
             new, found = policy.score_with_reference(chunk, reference, grpo.dit_kl)
             return new, found | {"beta": beta}
@@ -175,6 +201,8 @@ class MinimalGRPOTrainer(Learner):
         ranks: Ranks | None = None,  # processes that share a step's prompts; None: only this one
         # called in this order; None: a Dashboard in a notebook, else ProgressLines
         callbacks: Iterable[Callback] | None = None,
+        # called as `compute_grpo_loss`, in place of it; a dict: each policy's own
+        loss: Callable | dict | None = None,
         **changes,  # any option of TrainerOptions by its name: beta, micro_batch_size, seed...
     ):
         "UserError: an option that is unknown or cannot work."
@@ -182,7 +210,7 @@ class MinimalGRPOTrainer(Learner):
         given |= {"group_size": group_size, "num_inference_steps": num_inference_steps}
         given |= {"clip_range": clip_range, "learning_rate": learning_rate}
         options = complete_trainer_options(model, options, given, changes)
-        super().__init__(model, options, ranks or Ranks())
+        super().__init__(model, options, ranks or Ranks(), loss)
         self.train_dataloader, self.reward_function = train_dataloader, reward_function
         self.callbacks = callbacks_or_default(callbacks, self.ranks.first)
         self.collector = Collector(model, reward_function, self.options, self.ranks)
@@ -200,16 +228,13 @@ class MinimalGRPOTrainer(Learner):
         at_once: bool = False,  # `learn` comes next
     ) -> Experience:
         "Sample groups, compute rewards and advantages. Changes no weight."
-        return self.collector.collect(batch, self.step, self.agreement if at_once else None)
+        agreement = self.agreement if at_once else None
+        with self.sampling():
+            return self.collector.collect(batch, self.step, agreement)
 
     def learn(self, experience: Experience) -> dict[str, float]:
         "All optimizer steps on one rollout -> the step's metrics."
-        self.last_experience = experience
-        self.optimizer.schedule(self.step, self.last_step)
-        with experience.measured("update", self.optimizer.device):
-            lines = [self.update(minibatch) for minibatch in self.minibatches(experience)]
-            self.ranks.unshard()
-        self.step, self.half_done = self.step + 1, False
+        lines = self.take_steps(experience)
         rates = self.optimizer.learning_rates()
         self.history.append(summarise(self.step, experience, lines, rates, self.ranks))
         return self.history[-1]
