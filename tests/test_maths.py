@@ -55,12 +55,15 @@ def test_calls_sees_a_wait():
 # Advantages
 
 
-@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+@pytest.mark.parametrize("scale", ["group", "batch", "none", "exponential"])
 def test_advantages_scale(scale):
     rewards = torch.rand(5 * 8, generator=seeded(0), dtype=torch.float64)
     grouped = rewards.view(5, 8)
-    divisor = {"group": grouped.std(1, keepdim=True), "batch": rewards.std(), "none": 1.0}[scale]
-    expected = (grouped - grouped.mean(1, keepdim=True)) / divisor
+    divisors = {"group": grouped.std(1, keepdim=True), "batch": rewards.std(), "none": 1.0}
+    expected = (grouped - grouped.mean(1, keepdim=True)) / divisors.get(scale, 1.0)
+    if scale == "exponential":
+        weights = (grouped / rewards.std()).exp()
+        expected = weights / weights.mean(1, keepdim=True) - 1
     advantages = compute_advantages(rewards, 8, scale, eps=0.0)
     assert torch.allclose(advantages.view(5, 8), expected, rtol=1e-12)
     rewards[:8] = 0.1  # its mean is not 0.1

@@ -23,8 +23,8 @@ def equal_groups(
 # %% ../../nbs/1_maths/02_advantages.ipynb #n026
 def _check_rewards(rewards: Tensor, group_size: int, scale: str):
     "ValueError unless the rewards are whole groups of finite numbers."
-    if scale not in ("group", "batch", "none"):
-        raise ValueError(f"scale '{scale}': it must be group, batch or none")
+    if scale not in ("group", "batch", "none", "exponential"):
+        raise ValueError(f"scale '{scale}': it must be group, batch, none or exponential")
     if group_size < 2:
         raise ValueError(
             f"group_size {group_size}: a sample is compared with the others of its group, "
@@ -45,7 +45,7 @@ def compute_advantages(
     rewards: Tensor,  # [B*G] float, finite; the G samples of a prompt beside each other
     group_size: int,  # G, at least 2
     # what the distance from the group's mean is divided by:
-    # "group", "batch" (their standard deviation), or "none"
+    # "group", "batch" (their standard deviation), or "none"; "exponential": FlowAWR's advantages
     scale: str = "group",
     eps: float = 1e-6,  # added to the standard deviation; TRL has 1e-4
 ) -> Tensor:  # [B*G] float32 (float64 if the rewards are), on the rewards' device, no gradient
@@ -62,6 +62,9 @@ def compute_advantages(
         advantages = advantages / (grouped.std(1, keepdim=True) + eps)
     if scale == "batch":
         advantages = advantages / (rewards.std() + eps)
+    if scale == "exponential":  # 2606.30376; the highest reward is subtracted against overflow
+        weights = torch.exp((grouped - grouped.amax(1, keepdim=True)) / (rewards.std() + eps))
+        advantages = weights / weights.mean(1, keepdim=True) - 1
     equal = equal_groups(rewards, group_size)
     return advantages.masked_fill(equal[:, None], 0.0).flatten()
 

@@ -136,10 +136,11 @@ class GroupOptions:
         "which makes the step smaller; drop: the mean is over the other groups (DAPO, arXiv "
         "2503.14476); their share is equal_groups in metrics.jsonl",
     )
-    scale: Literal["group", "batch", "none"] = option(
+    scale: Literal["group", "batch", "none", "exponential"] = option(
         "group",
         "divisor of the advantage (reward minus mean of the group): the standard deviation of the "
-        "group, of the batch, or none (Dr. GRPO, arXiv 2503.20783)",
+        "group, of the batch, or none (Dr. GRPO, arXiv 2503.20783); exponential: those of FlowAWR "
+        "(arXiv 2606.30376), where the best samples count most",
     )
     advantage_clip: float | None = option(
         None,
