@@ -128,7 +128,7 @@ def check_path(
 ) -> None:
     """UserError: the name is not UTF-8, or a link on the way is broken. A path that does not exist
     is accepted."""
-    name, problem = str(path), ""
+    text, problem = str(path), ""
     for part in (Path(path), *Path(path).parents):
         if os.path.islink(part) and not os.path.exists(part):
             problem = (
@@ -136,10 +136,11 @@ def check_path(
                 "itself. Correct the link, or remove it."
             )
     try:
-        name.encode()
+        text.encode()
     except UnicodeEncodeError:
-        name, problem = ascii(name), "the name is not UTF-8. Rename it."
+        problem = "the name is not UTF-8. Rename it."
     if problem:
+        name = text if text.isprintable() else ascii(text)
         raise UserError(f"{option} {name}: {problem}".lstrip())
 
 # %% ../../nbs/2_data/00_basics.ipynb #ccc16aa

@@ -162,13 +162,13 @@ def match_images(
         keys = [_slug(file.stem) for file in files]
         wanted = [_slug(prompt) for prompt in prompts]
         rule = "named like the prompts (a_red_disc.png) or numbered like the lines (0.png)"
-    found, problems = dict(zip(keys, files)), []
+    found, needed, problems = dict(zip(keys, files)), set(wanted), []
     for i, key in enumerate(wanted):
         if key not in found:
             problems.append(f"none for line {i + 1} ('{prompts[i][:100]}')")
             break
     for file, key in zip(files, keys):
-        if found[key] != file or key not in wanted:
+        if found[key] != file or key not in needed:
             problems.append(f"{file.name} has no line of its own")
             break
     if problems:
