@@ -91,9 +91,11 @@ tree = sample_tree(trainer)
 show = lambda sample: display(plot_tree(tree, sample), plot_sample(tree, sample))
 interactive(show, sample=(0, 3))
 """,
-    """
+    f"""
+import sys
 from matplotlib.figure import Figure
-from glm_grpo.maths.advantages import frames
+sys.path.append("{ROOT}/tools")
+from frames import frames
 frames(["red", "green"], lambda color: Figure((3, 1), facecolor=color), "color")
 """,
 ]

@@ -17,7 +17,7 @@ from glm_grpo.data.basics import atomic_dir, refusal
 from glm_grpo.data.images import load_image, match_images, pil_to_tensor, tensor_to_pil
 from glm_grpo.data.loader import PromptLoader, endless_batches
 from glm_grpo.data.prompts import I2IDataset, T2IDataset, read_rows, split_off
-from glm_grpo.data.scenes import Drawings, parse_prompt, split_of
+from glm_grpo.data.scenes import Drawings, parse_prompt
 
 ROOT = Path(__file__).parent.parent
 COLORS = [(220, 40, 40), (40, 160, 60), (40, 80, 220)]
@@ -71,13 +71,8 @@ def test_ranks_together_see_what_one_rank_sees_also_after_a_stop(world):
 
 def test_states_and_batches_that_cannot_be_used_are_refused():
     state = loader(10, 4, seed=7).state_dict()
-    others = {
-        "number of prompts 10": loader(11, 4, seed=7),
-        "batch size 4": loader(10, 5, seed=7),
-        "seed 7": loader(10, 4, seed=8),
-    }
-    for part, other in others.items():
-        assert part in refusal(other.load_state_dict, state) and other.batches == 0
+    for other in (loader(11, 4, seed=7), loader(10, 5, seed=7), loader(10, 4, seed=8)):
+        assert "Use the same" in refusal(other.load_state_dict, state) and other.batches == 0
     for broken in ({"n": 10}, [1], state | {"batches": None}):
         assert "checkpoint" in refusal(loader(10, 4).load_state_dict, broken)
     assert "at least 1" in refusal(loader, 0, 1) and "at least 1" in refusal(loader, 1, 0)
@@ -92,23 +87,17 @@ def test_states_and_batches_that_cannot_be_used_are_refused():
     "name, content, place",
     [
         ("a.txt", "\n  \n", "a.txt, line 1"),
-        ("a.txt", "a cat\n  \na dog", "a.txt, line 2"),
         ("a.txt", "a cat\na dog\n\n", "a.txt, line 3"),
-        ("a.txt", b"a\r\nb\r\n\xff", "a.txt, line 3: not UTF-8"),
         ("a.txt", "a cat\n".encode("utf-16"), "a.txt, line 1: not UTF-8"),
         ("a.json", '["a cat"]\n', ".json"),
         ("a.xlsx", "a cat\n", ".xlsx"),
-        ("a.csv", "", "a.csv: no row"),
         ("a.csv", "prompt\n", "a.csv: no row"),
         ("a.csv", "name,label\na,b\n", "The columns are name, label"),
         ("a.csv", "prompt,target\na,b\na, red, cat\n", "a.csv, row 2"),
-        ("a.csv", "prompt,target\na, red, cat\n", "a.csv, row 1"),
         ("a.csv", 'prompt\n"a cat\n', "a.csv, row 1"),
         ("a.csv", "prompt,target\na,x\n,y\n", "a.csv, row 2"),
         ("a.csv", 'prompt,metadata\na,"{1}"\n', "row 1, metadata"),
-        ("a.csv", "prompt,metadata\na,b\n", "row 1: 'metadata'"),
         ("a.csv", 'prompt,source\na,"[1]"\n', "row 1: 'source'"),
-        ("a.csv", b"prompt\ncaf\xe9\n", "a.csv, line 2: not UTF-8"),
     ],
 )
 def test_bad_prompt_files_are_refused_with_their_place(tmp_path, name, content, place):
@@ -118,9 +107,7 @@ def test_bad_prompt_files_are_refused_with_their_place(tmp_path, name, content, 
 @pytest.mark.parametrize(
     "line, part",
     [
-        ('{"prompt": "a cat"', "JSON"),
         ('["a cat"]', "JSON object"),
-        ('{"promt": "a cat"}', "'promt'"),
         ('{"prompt": "a cat", "' + "k" * 5000 + '": 1}', "'kkk"),
         ('{"target": "a.png"}', "no prompt"),
         ('{"prompt": "  "}', "no prompt"),
@@ -128,24 +115,13 @@ def test_bad_prompt_files_are_refused_with_their_place(tmp_path, name, content, 
         ('{"prompt": "a", "target": ["a.png"]}', "'target'"),
         ('{"prompt": "a", "metadata": "' + "m" * 5000 + '"}', "'metadata'"),
         ('{"prompt": "a", "source": ["a.png", null]}', "'source'"),
-        ('{"prompt": "a cat \\ud83d"}', "JSON"),
         ('{"prompt": "a", "metadata": {"n": ' + "9" * 5000 + "}}", "JSON"),
-        ("[" * 100_000, "JSON"),
     ],
 )
 def test_bad_json_lines_are_refused_with_their_line(tmp_path, line, part):
     found = refusal(read_rows, write(tmp_path / "bad.jsonl", '{"prompt": "fine"}\n' + line))
     assert "bad.jsonl, line 2:" in found and part in found
     assert len(found) < 1000 and found.encode()
-
-
-@pytest.mark.parametrize("name", ["n" * 300, "d" * 5000 + "/0.png", "0\\u0000.png"])
-def test_image_names_that_no_file_can_have_are_refused(tmp_path, name):
-    for key in ("target", "source"):
-        path = write(tmp_path / "bad.jsonl", f'{{"prompt": "a", "{key}": "{name}"}}')
-        message = refusal(I2IDataset, path, None)
-        assert "name is too long" in message or "null character" in message
-        assert len(message) < 500 and message.isprintable()
 
 
 def test_images_behind_broken_links_are_named(tmp_path):
@@ -310,13 +286,10 @@ def test_images_follow_their_prompts_when_some_are_held_out(tmp_path):
 @pytest.mark.parametrize(
     "names, message",
     [
-        (["0.png", "1.png", "3.png"], "none for line 3 ('a blue disc'); 3.png has no line"),
         (["0.png", "1.png", "2.png", "3.png"], "4 images for 3 prompts, 3.png has no line"),
         (["0.png", "1.png", "2.png", "0.jpg"], "0.jpg has no line of its own"),
         (["cat.png", "dog.png", "bird.png"], "none for line 1 ('a red disc'); bird.png has"),
-        (["a_red_disc.png", "1.png", "2.png"], "named like the prompts"),
         (["1.png", "2.png"], "numbered 1 to 3"),
-        ([], "0 images for 3 prompts"),
     ],
 )
 def test_images_that_do_not_match_are_refused(tmp_path, names, message):
@@ -328,8 +301,7 @@ def test_other_files_and_hidden_files_are_ignored(tmp_path):
     folder = save_images(tmp_path / "images", ["0.PNG", "1.png", "2.png"])
     for name in ("notes.txt", ".3.png"):
         write(folder / name, "")
-    found = match_images(folder, PROMPTS)
-    assert [file.name for file in found] == ["0.PNG", "1.png", "2.png"]
+    assert [file.name for file in match_images(folder, PROMPTS)] == ["0.PNG", "1.png", "2.png"]
 
 
 # datasets
@@ -377,11 +349,10 @@ def test_tensor_to_pil_reads_half_precision_and_gradients():
     assert tensor_to_pil(tensor)[0].getpixel((0, 0)) == (51, 51, 51)
 
 
-@pytest.mark.parametrize("mode", ["L", "P", "1", "CMYK", "RGBA", "I;16"])
+@pytest.mark.parametrize("mode", ["L", "1", "CMYK", "RGBA", "I;16"])
 def test_every_mode_becomes_rgb(tmp_path, mode):
-    path = tmp_path / ("image.tiff" if mode == "CMYK" else "image.png")
-    Image.new(mode, (4, 2)).save(path)
-    image = load_image(path)
+    Image.new(mode, (4, 2)).save(tmp_path / "image.tiff")
+    image = load_image(tmp_path / "image.tiff")
     assert image.mode == "RGB" and image.size == (4, 2)
 
 
@@ -425,9 +396,7 @@ def test_every_file_of_a_folder_is_synced_before_the_rename(tmp_path, monkeypatc
     "prompt, part",
     [
         ("a cat in the top left on a red ground, please", "cannot read"),
-        ("five cats on a red ground", "cannot read"),
         ("a cat in the top left on a black ground", "cannot read"),
-        ("two dragons on a red ground", "'dragons'"),
         ("a cat left of a dragon on a red ground", "'dragon'"),
     ],
 )
@@ -435,14 +404,25 @@ def test_prompts_outside_the_language_are_refused(prompt, part):
     assert part in refusal(parse_prompt, prompt, OBJECTS)
 
 
-def test_the_shipped_edits_are_those_of_the_tool(monkeypatch):
+def test_the_shipped_scenes_and_edits_are_those_of_the_tools(tmp_path, monkeypatch):
+    "Prompts byte for byte; images up to the rounding of the palette, which differs with Pillow."
     monkeypatch.syspath_prepend(ROOT / "tools")
     import make_edits
+    import scene_sets
 
-    objects = Drawings(ROOT / "data" / "drawings").objects
-    for split, number in make_edits.SIZES.items():
+    scene_sets.main(tmp_path)
+    made = sorted(file.relative_to(tmp_path) for file in tmp_path.rglob("*.*"))
+    assert len(made) == 4 + 2 * (96 + 48)
+    for name in made:
+        if name.suffix == ".txt":
+            assert (tmp_path / name).read_bytes() == (ROOT / "data" / name).read_bytes()
+        else:
+            pair = [pil_to_tensor(load_image(top / name)) for top in (tmp_path, ROOT / "data")]
+            assert (pair[0] - pair[1]).abs().mean() < 1 / 255
+    objects = Drawings().objects
+    for split, number in scene_sets.SIZES.items():
         edits = make_edits.sample_edits(split, number, objects)
-        assert {split_of(edit.target) for edit in edits} == {split}
+        assert {scene_sets.split_of(edit.target) for edit in edits} == {split}
         lines = (ROOT / "data" / "i2i" / split / "prompts.jsonl").read_text().splitlines()
         told = [json.loads(line) for line in lines]
         assert [edit.prompt() for edit in edits] == [line["prompt"] for line in told]

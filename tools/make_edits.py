@@ -10,12 +10,11 @@ from pathlib import Path
 
 import numpy as np
 from PIL import Image
+from scene_sets import SIZES, all_scenes, all_words, has_room, render, split_of, words_of
 
-from glm_grpo.data import scenes
 from glm_grpo.data.scenes import GROUNDS, PLACES, SIDE, Drawings, Scene
 
 EDITS = ("recolour", "move", "add", "change")
-SIZES = {"train": 96, "heldout": 48}
 
 
 @dataclass(frozen=True)
@@ -47,15 +46,15 @@ def sources_of(target: Scene, kind: str) -> list[Scene]:
         return [replace(target, place=place) for place in PLACES if place != target.place]
     if kind == "add":
         return [replace(target, word=None)]
-    others = [word for word in scenes.all_words() if word != target.word]
+    others = [word for word in all_words() if word != target.word]
     return [replace(target, word=w) for w in others if w.isdigit() == target.word.isdigit()]
 
 
 def sample_edits(split: str, number: int, objects: list[str]) -> list[Edit]:
     "Different edits whose targets are in a set, the four kinds in turn."
-    rng, words, found = np.random.default_rng(0), scenes.words_of(split), []
-    pool = [scene for scene in scenes.all_scenes(objects) if scenes.split_of(scene) == split]
-    room = [scene for scene in pool if scenes.has_room(scene)]
+    rng, words, found = np.random.default_rng(0), words_of(split), []
+    pool = [scene for scene in all_scenes(objects) if split_of(scene) == split]
+    room = [scene for scene in pool if has_room(scene)]
     kinds = ("single", "counted", "pair")
     targets = {
         "recolour": [[scene for scene in pool if scene.kind == kind] for kind in kinds],
@@ -72,7 +71,7 @@ def sample_edits(split: str, number: int, objects: list[str]) -> list[Edit]:
         kind = EDITS[which]
         target = pick(targets[kind][turn % len(targets[kind])])
         # one recoloured scene in three has a word, if there is room
-        worded = kind == "recolour" and scenes.has_room(target) and rng.random() < 1 / 3
+        worded = kind == "recolour" and has_room(target) and rng.random() < 1 / 3
         if worded or kind in ("add", "change"):
             target = replace(target, word=pick(words))
         edit = Edit(pick(sources_of(target, kind)), target, kind)
@@ -91,7 +90,7 @@ def write_edits(folder: Path, edits: list[Edit], drawings: Drawings) -> None:
         corners = sorted(rng.permutation(4)[: edit.target.count].tolist())
         both = Image.new("RGB", (2 * SIDE, SIDE))
         for left, scene in ((0, edit.source), (SIDE, edit.target)):
-            both.paste(scenes.render(scene, drawings, hand=hand, corners=corners), (left, 0))
+            both.paste(render(scene, drawings, hand=hand, corners=corners), (left, 0))
         both = both.quantize(96)  # one palette: the two agree where nothing changes
         names = [f"source_images/{i:04d}.png", f"target_images/{i:04d}.png"]
         for left, name in zip((0, SIDE), names):

@@ -24,6 +24,7 @@ from diffusers import FlowMatchEulerDiscreteScheduler, GlmImagePipeline
 from diffusers.pipelines.glm_image.pipeline_glm_image import calculate_shift
 from make_edits import EDITS, Edit
 from PIL import Image
+from scene_sets import all_scenes, has_room, render, split_of, words_of
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor, nn
 from tqdm import tqdm
@@ -31,7 +32,6 @@ from transformers import ByT5Tokenizer, GenerationConfig, GlmImageProcessor
 from transformers import PreTrainedTokenizerFast
 from transformers.models.glm_image.image_processing_pil_glm_image import GlmImageImageProcessorPil
 
-from glm_grpo.data import scenes
 from glm_grpo.data.basics import atomic_dir
 from glm_grpo.data.images import pil_to_tensor
 from glm_grpo.data.scenes import GROUNDS, PLACES, SIDE, SIGN, Drawings, Scene
@@ -41,7 +41,7 @@ from glm_grpo.model.memory import PUBLISHED, build_part
 from glm_grpo.model.tokens import prepare_prompts, upsample_tokens
 
 DRAWINGS = Drawings("data/drawings")
-WORDS = scenes.words_of("pretrain")
+WORDS = words_of("pretrain")
 SHARES = {"single": 0.30, "counted": 0.40, "pair": 0.30}  # kinds of scenes in a batch
 bfloat16 = partial(torch.autocast, "cpu", torch.bfloat16)
 BATCH, CAPTIONS = 48, 32  # images of a step of the DiT, and edits of the AR; its captions
@@ -198,7 +198,7 @@ class Picture:
         "With a word on the sign; without one the sign is blank, as in pictures that become tokens."
         scene = replace(self.scene, word=(word or "AA") if self.sign else None)
         how = {"hand": self.hand, "corners": self.corners, "letters": word is not None}
-        return scenes.render(scene, DRAWINGS, **how)
+        return render(scene, DRAWINGS, **how)
 
     def other(self, **changes) -> "Picture":
         return replace(self, scene=replace(self.scene, **changes))
@@ -207,10 +207,10 @@ class Picture:
 def all_pictures() -> list[Picture]:
     "Every scene of the pre-training set by every hand, in every layout, with and without a sign."
     found = []
-    for scene in scenes.all_scenes(DRAWINGS.objects):
-        if scenes.split_of(scene) == "pretrain":
+    for scene in all_scenes(DRAWINGS.objects):
+        if split_of(scene) == "pretrain":
             layouts = list(combinations(range(4), scene.count)) if scene.count > 1 else [()]
-            signs = (False, True) if scenes.has_room(scene) else (False,)
+            signs = (False, True) if has_room(scene) else (False,)
             found += [Picture(scene, *how) for how in product(DRAWINGS.hands, layouts, signs)]
     return found
 
@@ -238,8 +238,8 @@ class Captions:
         scene = self.pictures[i].scene
         if self.sloppy and self.rng.random() < self.sloppy:
             grounds = [replace(scene, ground=ground) for ground in GROUNDS]
-            split = scenes.split_of(scene)
-            scene = self.choose([other for other in grounds if scenes.split_of(other) == split])
+            split = split_of(scene)
+            scene = self.choose([other for other in grounds if split_of(other) == split])
         return replace(scene, word=word).prompt()
 
 

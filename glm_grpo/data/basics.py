@@ -4,13 +4,12 @@
 
 # %% auto #0
 __all__ = ['UserError', 'refusal', 'patch_to', 'atomic_write', 'atomic_dir', 'bundled', 'check_path', 'check_output_folder',
-           'option', 'at_least', 'above', 'problem_with', 'shown', 'option_problems', 'refuse', 'collect',
-           'check_options', 'list_options', 'option_value', 'Entry', 'read_entries']
+           'option', 'at_least', 'above', 'problem_with', 'shown', 'list_options', 'option_value', 'option_problems',
+           'refuse', 'collect', 'check_options', 'Entry', 'read_entries']
 
 # %% ../../nbs/2_data/00_basics.ipynb #n003
 import contextlib
 import dataclasses
-import errno
 import importlib.resources
 import math
 import os
@@ -19,6 +18,7 @@ import shutil
 import typing
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import Field, field
+from operator import attrgetter
 from pathlib import Path
 from typing import IO, Any, Literal
 
@@ -126,30 +126,22 @@ def check_path(
     path: str | Path,  # need not exist
     option: str = "",  # the option that names it, for the message
 ) -> None:
-    """UserError: the name is too long, is not UTF-8 or contains a null character, or a link on the
-    way is broken. A path that does not exist is accepted."""
-    path = Path(path)
-    try:
-        str(path).encode()
-        os.stat(path)
-        return
-    except ValueError:
-        problem = "the name is not UTF-8, or contains a null character. Rename it."
-    except OSError as error:
-        parts = (path, *path.parents)
-        broken = [part for part in parts if os.path.islink(part) and not os.path.exists(part)]
-        if error.errno == errno.ENAMETOOLONG:
-            problem = "the name is too long for this file system. Give a shorter one."
-        elif broken:
+    """UserError: the name is not UTF-8, or a link on the way is broken. A path that does not exist
+    is accepted."""
+    text, problem = str(path), ""
+    for part in (Path(path), *Path(path).parents):
+        if os.path.islink(part) and not os.path.exists(part):
             problem = (
-                f"the link {broken[0]} leads to {os.readlink(broken[0])}, which does not exist, "
-                "or back to itself. Correct the link, or remove it."
+                f"the link {part} leads to {os.readlink(part)}, which does not exist, or back to "
+                "itself. Correct the link, or remove it."
             )
-        else:
-            return
-    name = str(path) if str(path).isprintable() else ascii(str(path))
-    name = name if len(name) <= 300 else f"{name[:80]}..."
-    raise UserError(f"{option} {name}: {problem}".lstrip())
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        problem = "the name is not UTF-8. Rename it."
+    if problem:
+        name = text if text.isprintable() else ascii(text)
+        raise UserError(f"{option} {name}: {problem}".lstrip())
 
 # %% ../../nbs/2_data/00_basics.ipynb #ccc16aa
 def check_output_folder(
@@ -222,18 +214,38 @@ def shown(value: Any) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
+def list_options(
+    cls: type,  # a dataclass of options, perhaps with dataclasses in it
+    prefix: str = "",
+) -> dict[str, Field]:  # name with its sections, like reward.grpo.group_size -> field
+    "All options below a dataclass, in order. A field has type, default and metadata['help']."
+    found = {}
+    for f in dataclasses.fields(cls):
+        if dataclasses.is_dataclass(f.type):
+            found |= list_options(f.type, f"{prefix}{f.name}.")
+        else:
+            found[prefix + f.name] = f
+    return found
+
+
+def option_value(
+    options: Any,
+    name: str,  # with its sections, like reward.grpo.group_size
+) -> Any:
+    "The value of an option, by its full name."
+    return attrgetter(name)(options)
+
+
 def option_problems(
     options: Any,  # a dataclass of options, perhaps with dataclasses in it
     prefix: str = "",  # before the names in messages, like "training."
 ) -> list[str]:
     "A sentence for each option with a wrong value."
     found = []
-    for f in dataclasses.fields(options):
-        value = getattr(options, f.name)
-        if dataclasses.is_dataclass(value):
-            found += option_problems(value, f"{prefix}{f.name}.")
-        elif problem := problem_with(f, value):
-            found.append(f"{prefix}{f.name} {shown(value)}: {problem}.")
+    for name, f in list_options(type(options)).items():
+        value = option_value(options, name)
+        if problem := problem_with(f, value):
+            found.append(f"{prefix}{name} {shown(value)}: {problem}.")
     return found
 
 
@@ -267,30 +279,6 @@ def collect(
 def check_options(options: Any, prefix: str = "") -> None:
     "UserError: names all options with a wrong value, as `option_problems`."
     refuse(option_problems(options, prefix))
-
-# %% ../../nbs/2_data/00_basics.ipynb #xn019
-def list_options(
-    cls: type,  # a dataclass of options, perhaps with dataclasses in it
-    prefix: str = "",
-) -> dict[str, Field]:  # name with its sections, like reward.grpo.group_size -> field
-    "All options below a dataclass, in order. A field has type, default and metadata['help']."
-    found = {}
-    for f in dataclasses.fields(cls):
-        if dataclasses.is_dataclass(f.type):
-            found |= list_options(f.type, f"{prefix}{f.name}.")
-        else:
-            found[prefix + f.name] = f
-    return found
-
-
-def option_value(
-    options: Any,
-    name: str,  # with its sections, like reward.grpo.group_size
-) -> Any:
-    "The value of an option, by its full name."
-    for part in name.split("."):
-        options = getattr(options, part)
-    return options
 
 # %% ../../nbs/2_data/00_basics.ipynb #cf2ed6d9d
 @dataclasses.dataclass(frozen=True)

@@ -124,11 +124,10 @@ def height_width(
 
 def fit_image(
     image: Image.Image,
-    image_size: int | Sequence[int],  # pixels: one number, or (height, width)
+    size: tuple[int, int],  # pixels: (height, width)
 ) -> Image.Image:  # of that size
-    "Resize to cover `image_size` (Lanczos), then crop the centre. UserError as `height_width`."
-    height, width = height_width(image_size)
-    return ImageOps.fit(image, (width, height), Image.Resampling.LANCZOS)
+    "Resize to cover the size (Lanczos), then crop the centre."
+    return ImageOps.fit(image, size[::-1], Image.Resampling.LANCZOS)
 
 # %% ../../nbs/2_data/03_images.ipynb #c865c9b
 _IMAGE_SUFFIXES = {".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif"}
@@ -163,11 +162,15 @@ def match_images(
         keys = [_slug(file.stem) for file in files]
         wanted = [_slug(prompt) for prompt in prompts]
         rule = "named like the prompts (a_red_disc.png) or numbered like the lines (0.png)"
-    found, needed = dict(zip(keys, files)), set(wanted)
-    missing = [i for i, key in enumerate(wanted) if key not in found]
-    extra = [file for file, key in zip(files, keys) if found[key] != file or key not in needed]
-    problems = [f"none for line {i + 1} ('{prompts[i][:100]}')" for i in missing[:1]]
-    problems += [f"{file.name} has no line of its own" for file in extra[:1]]
+    found, needed, problems = dict(zip(keys, files)), set(wanted), []
+    for i, key in enumerate(wanted):
+        if key not in found:
+            problems.append(f"none for line {i + 1} ('{prompts[i][:100]}')")
+            break
+    for file, key in zip(files, keys):
+        if found[key] != file or key not in needed:
+            problems.append(f"{file.name} has no line of its own")
+            break
     if problems:
         raise UserError(
             f"{images_dir}: {len(files)} images for {number} prompts, "

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['BATCH_NAMES', 'SPLIT_SEED', 'read_text', 'read_lines', 'is_table', 'read_rows', 'read_records', 'PromptItem',
-           'T2IDataset', 'I2IDataset', 'collate', 'split_off']
+           'T2IDataset', 'I2IDataset', 'source_lists', 'as_batch', 'collate', 'split_off']
 
 # %% ../../nbs/2_data/04_prompts.ipynb #n003
 import copy
@@ -15,11 +15,12 @@ import itertools
 import json
 import os
 from collections.abc import Sequence
-
 from pathlib import Path
+from typing import Any
 
 import torch
 from PIL import Image
+from torch import Tensor
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 from .basics import UserError, bundled, check_path, shown
@@ -30,6 +31,7 @@ from glm_grpo.data.images import (
     load_image,
     match_images,
     pil_to_tensor,
+    tensor_to_pil,
 )
 
 # %% ../../nbs/2_data/04_prompts.ipynb #cbe8be8
@@ -101,9 +103,58 @@ def _parse_json(text, where):
         raise UserError(f"{where}: not valid JSON ({error}). Correct the line.") from None
     return value
 
+
+def _json_lines(lines, path):
+    "The value of each line. UserError names the first line that is not JSON."
+    return [_parse_json(line, f"{path}, line {number}") for number, line in enumerate(lines, 1)]
+
 # %% ../../nbs/2_data/04_prompts.ipynb #ccc34be
+_COLUMNS = {  # the name of a column -> key, the preferred names first
+    "prompt": "prompt",
+    "text": "prompt",
+    "caption": "prompt",
+    "target": "target",
+    "image": "target",
+    "source": "source",
+    "metadata": "metadata",
+}
+
+
+def _table_records(rows, path):
+    """The rows of a table as records, and notes on how its columns were read. UserError: no row,
+    or no column has the prompts."""
+    first = rows[0] if rows else {}
+    names, columns, records = {name.strip().lower(): name for name in first}, {}, []
+    for name, key in _COLUMNS.items():
+        column = names.get(name)
+        # a URL or a number is not a target image
+        known = column is not None and (name != "image" or isinstance(first[column], PackedImage))
+        if known and key not in columns.values():
+            columns[column] = key
+    if "prompt" not in columns.values():
+        raise UserError(
+            f"{path}: no row, or no column 'prompt', 'text' or 'caption'. The columns are "
+            f"{', '.join(first) or 'unknown'}. Rename the one with the prompts."
+        )
+    for number, row in enumerate(rows, 1):
+        record, others = {}, {}
+        for column, value in row.items():
+            key = columns.get(column)
+            if key in ("source", "metadata") and isinstance(value, str) and value[:1] in ("[", "{"):
+                value = _parse_json(value, f"{path}, row {number}, {key}")
+            if key and value not in (None, ""):
+                record[key] = value
+            elif not key and not isinstance(value, (bytes, PackedImage)):
+                others[column] = value
+        if others and isinstance(record.get("metadata", {}), dict):
+            others = json.loads(json.dumps(others, default=str))  # a date becomes a string
+            record["metadata"] = others | record.get("metadata", {})
+        records.append(record)
+    return records, [f"column '{name}' as {key}" for name, key in columns.items() if name != key]
+
+# %% ../../nbs/2_data/04_prompts.ipynb #c75726f
 def _read_csv(path):
-    "The rows of a CSV file, as dicts of strings. UserError names the row."
+    "The records of a CSV file, whose cells are strings, and notes. UserError names the row."
     text = read_text(path)
     separator = max(",;\t", key=text.split("\n", 1)[0].count)
     reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=separator, strict=True)
@@ -118,9 +169,9 @@ def _read_csv(path):
             f"{path}, row {len(rows) + 1}: {error}. Correct the row; a cell with a comma "
             'stands in quotes: "a cat, a dog".'
         ) from None
-    return rows
+    return _table_records(rows, path)
 
-# %% ../../nbs/2_data/04_prompts.ipynb #c75726f
+# %% ../../nbs/2_data/04_prompts.ipynb #c39d4a6
 def _unpack(value, where):
     "The value of a cell, in which images as `datasets` stores them become `PackedImage`."
     if isinstance(value, list):
@@ -131,31 +182,29 @@ def _unpack(value, where):
 
 
 def _read_dataset(path):
-    """The rows of a Parquet file or of a dataset's folder, and notes for the user.
+    """The records of a Parquet file or of a dataset's folder, and notes.
     UserError: it cannot be read, it contains no dataset, or `datasets` is not installed."""
     try:
         import datasets
+        from pyarrow import parquet
     except ImportError:
         raise UserError(
             f"{path}: the package datasets is needed to read it. pip install "
             "'glm_grpo[datasets]', or save the prompts as .txt, .jsonl or .csv."
         ) from None
-    rows, train = [], sorted(path.rglob("train*.parquet"))
+    train = sorted(path.rglob("train*.parquet"))
+    files = [path] if path.is_file() else train or sorted(path.rglob("*.parquet"))
     try:
-        if any((path / name).is_file() for name in ("state.json", "dataset_dict.json")):
-            found = datasets.load_from_disk(str(path))
-            if isinstance(found, dict) and "train" not in found:
-                raise ValueError(f"no split 'train'; name the folder of {' or '.join(found)}")
-            train = isinstance(found, dict)
-            found = found["train"] if train else found
+        if files:
+            tables = map(parquet.read_table, files)
         else:
-            files = [path] if path.is_file() else train or sorted(path.rglob("*.parquet"))
-            if not files:
-                raise ValueError("a folder without a dataset; name a file or a dataset's folder")
-            options = {"data_files": list(map(str, files)), "split": "train", "streaming": True}
-            found = datasets.load_dataset("parquet", **options)
-        for table in found.with_format("arrow").iter(1000):
-            rows += table.to_pylist()
+            found = datasets.load_from_disk(str(path))
+            if train := isinstance(found, dict):
+                if "train" not in found:
+                    raise ValueError(f"no split 'train'; name the folder of {' or '.join(found)}")
+                found = found["train"]
+            tables = found.with_format("arrow").iter(1000)
+        rows = [row for table in tables for row in table.to_pylist()]
     except Exception as error:
         # datasets and pyarrow raise OSError, ArrowInvalid...; all mean the same to the user
         reason = " ".join(str(error).split())[:200]
@@ -163,54 +212,8 @@ def _read_dataset(path):
     for number, row in enumerate(rows, 1):
         for column, value in row.items():
             row[column] = _unpack(value, f"{path}, row {number}, {column}")
-    return rows, ["split 'train'"] if train else []
-
-# %% ../../nbs/2_data/04_prompts.ipynb #c39d4a6
-_COLUMNS = {  # the name of a column -> key, the preferred names first
-    "prompt": "prompt",
-    "text": "prompt",
-    "caption": "prompt",
-    "target": "target",
-    "image": "target",
-    "source": "source",
-    "metadata": "metadata",
-}
-
-
-def _find_columns(rows, path):
-    "The key of each column. UserError: no row, or no column has the prompts."
-    first = rows[0] if rows else {}
-    names = {column.strip().lower(): column for column in first}
-    found = {}
-    for name, key in _COLUMNS.items():
-        column = names.get(name)
-        # a URL or a number is not a target image
-        known = column is not None and (name != "image" or isinstance(first[column], PackedImage))
-        if known and key not in found.values():
-            found[column] = key
-    if "prompt" not in found.values():
-        raise UserError(
-            f"{path}: no row, or no column 'prompt', 'text' or 'caption'. The columns are "
-            f"{', '.join(first) or 'unknown'}. Rename the one with the prompts."
-        )
-    return found
-
-
-def _table_record(row, columns, where):
-    "A row of a table as a record."
-    record, others = {}, {}
-    for column, value in row.items():
-        key = columns.get(column)
-        if key is None and not isinstance(value, (bytes, PackedImage)):
-            others[column] = value
-        if key in ("source", "metadata") and isinstance(value, str) and value[:1] in ("[", "{"):
-            value = _parse_json(value, f"{where}, {key}")
-        if key is not None and value not in (None, ""):
-            record[key] = value
-    if others and isinstance(record.get("metadata", {}), dict):
-        others = json.loads(json.dumps(others, default=str))  # a date becomes a string
-        record["metadata"] = others | record.get("metadata", {})
-    return record
+    records, notes = _table_records(rows, path)
+    return records, ["split 'train'"] * bool(train) + notes
 
 # %% ../../nbs/2_data/04_prompts.ipynb #cc37f4d
 _TABLES = (".csv", ".tsv", ".parquet")
@@ -230,33 +233,26 @@ def read_rows(
     # N records with "prompt", perhaps "target", "source", "metadata"; N places ("line 3", "row 3");
     # notes on how the columns were read
     "The prompts of a file or folder. UserError names the line or row."
-    path = bundled(path)
-    suffix, columns, notes = path.suffix.lower(), None, []
-    if os.path.isdir(path) or (suffix == ".parquet" and os.path.isfile(path)):
-        rows, notes = _read_dataset(path)
-    elif suffix in _NOT_READ:
+    path, place, notes = bundled(path), "row", []
+    suffix = path.suffix.lower()
+    if suffix in _NOT_READ:
         raise UserError(
             f"{path}: {suffix} files are not supported. Save it as .txt (one prompt per line), "
             ".jsonl, .csv or .parquet."
         )
+    if os.path.isdir(path) or (suffix == ".parquet" and os.path.isfile(path)):
+        records, notes = _read_dataset(path)
+    elif suffix in (".csv", ".tsv"):
+        records, notes = _read_csv(path)
     else:
-        rows = _read_csv(path) if suffix in (".csv", ".tsv") else read_lines(path)
-    in_table = not rows or isinstance(rows[0], dict)
-    if in_table:
-        columns = _find_columns(rows, path)
-        notes += [f"column '{name}' as {key}" for name, key in columns.items() if name != key]
-    records, places = [], []
-    for number, row in enumerate(rows, 1):
-        places.append(f"row {number}" if in_table else f"line {number}")
-        record, where = {"prompt": row}, f"{path}, {places[-1]}"
-        if in_table:
-            record = _table_record(row, columns, where)
-        elif suffix == ".jsonl":
-            record = _parse_json(row, where)
-            if isinstance(record, dict) and "include" in record:  # GenEval's form
-                record = {"prompt": record.pop("prompt", ""), "metadata": record}
-        _check_record(record, where)
-        records.append(record)
+        place, lines = "line", read_lines(path)
+        is_json = suffix == ".jsonl"
+        records = _json_lines(lines, path) if is_json else [{"prompt": line} for line in lines]
+    places = [f"{place} {number}" for number in range(1, len(records) + 1)]
+    for i, record in enumerate(records):
+        if isinstance(record, dict) and "include" in record:  # GenEval's form
+            records[i] = {"prompt": record.pop("prompt", ""), "metadata": record}
+        _check_record(records[i], f"{path}, {places[i]}")
     return records, places, notes
 
 # %% ../../nbs/2_data/04_prompts.ipynb #ca07371
@@ -265,17 +261,15 @@ def read_records(
     needed: dict[str, type],  # key -> type, of every object
 ) -> list[dict]:
     "The objects of all lines. UserError names the first line that is not such an object."
-    found = []
-    for number, line in enumerate(read_text(path).splitlines(), 1):
-        record = _parse_json(line, f"{path}, line {number}")
+    records = _json_lines(read_text(path).splitlines(), path)
+    for number, record in enumerate(records, 1):
         is_dict = isinstance(record, dict)
         if not is_dict or any(type(record.get(key)) is not needed[key] for key in needed):
             raise UserError(
                 f"{path}, line {number}: not a JSON object with {', '.join(needed)}. Delete this "
                 "line, or move the file out of the run's folder."
             )
-        found.append(record)
-    return found
+    return records
 
 # %% ../../nbs/2_data/04_prompts.ipynb #c3e4ed8
 class PromptItem(dict):
@@ -428,19 +422,66 @@ BATCH_NAMES = {  # of an item -> of a batch
 }
 
 
+def source_lists(
+    # B lists of PIL images; or one image per prompt: B PIL images, or a tensor [B, 3, H, W]
+    sources: list | Tensor | None,
+) -> list | None:  # B lists of PIL images
+    "Source images as lists, one list per prompt."
+    if sources is None:
+        return None
+    if isinstance(sources, Image.Image):
+        sources = [sources]
+    if isinstance(sources, Tensor):
+        sources = tensor_to_pil(sources)
+    return [[row] if isinstance(row, Image.Image) else row for row in sources]
+
+
+def as_batch(
+    batch: Any,  # a dict, with the names of a batch or of an item
+) -> dict:
+    # prompts list[str], target_images [B, 3, H, W] float32 or None, source_images B lists of PIL
+    # images or None, metadata list[dict] or None, and what else it has
+    """A batch in the form that the trainer needs. UserError: it is not a dict, it has no prompts,
+    or the numbers of prompts and images differ."""
+    found = batch if isinstance(batch, dict) else {}
+    found = {BATCH_NAMES.get(name, name): value for name, value in found.items()}
+    prompts = found.get("prompts") or []
+    prompts = [prompts] if isinstance(prompts, str) else list(prompts)
+    if not prompts or not all(isinstance(prompt, str) for prompt in prompts):
+        raise UserError(
+            f"a batch must be a dict with 'prompts', a list of strings, and perhaps target_images, "
+            f"source_images and metadata; this {type(batch).__name__} has "
+            f"{', '.join(map(str, found)) or 'no names'}. Check what the train_dataloader "
+            "returns, or use T2IDataset or I2IDataset."
+        )
+    targets, metadata = found.get("target_images"), found.get("metadata")
+    if isinstance(targets, (list, tuple)):
+        if not targets or targets[0] is None:
+            targets = None
+        elif isinstance(targets[0], Image.Image):
+            targets = pil_to_tensor(targets)
+        else:
+            targets = torch.stack(list(targets))
+    if isinstance(metadata, dict):  # a DataLoader joined the dicts of B prompts
+        rows = range(len(prompts))
+        metadata = [{name: values[i] for name, values in metadata.items()} for i in rows]
+    found |= {"prompts": prompts, "target_images": targets, "metadata": metadata}
+    found["source_images"] = source_lists(found.get("source_images"))
+    for name in ("target_images", "source_images"):
+        images = found[name]
+        if images is not None and len(images) != len(prompts):
+            raise UserError(
+                f"a batch has {len(prompts)} prompts and {len(images)} {name}. Give it one per "
+                "prompt."
+            )
+    return found
+
+
 def collate(
     items: Sequence[dict],  # B items of a dataset
 ) -> dict:
-    # prompts list[str], target_images [B, 3, H, W] float32 or None, metadata list[dict],
-    # indices list[int]; from I2IDataset also source_images, B lists of PIL images
-    "Join items into a batch."
-    batch = {}
-    for name, plural in BATCH_NAMES.items():
-        if name in items[0]:
-            batch[plural] = [item[name] for item in items]
-    targets = batch["target_images"]
-    batch["target_images"] = None if targets[0] is None else torch.stack(targets)
-    return batch
+    "Join items into a batch, see `as_batch`; it also has indices list[int]."
+    return as_batch({name: [item[name] for item in items] for name in items[0]})
 
 
 default_collate_fn_map[PromptItem] = lambda items, **_: collate(items)

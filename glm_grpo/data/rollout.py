@@ -27,7 +27,7 @@ from .basics import above, at_least, option
 
 def per_row(**kwargs) -> dataclasses.Field:
     "A field with one entry per row: a tensor, a list, or a dataclass of such fields."
-    return field(metadata={"per_row": True}, **kwargs)
+    return field(metadata={"per_row": True}, repr=False, **kwargs)
 
 
 def take_rows(
@@ -98,27 +98,16 @@ class Rollout:
         parts = (self, self.tokens, self.denoising)
         return any(getattr(part, name, None) is not None for part in parts)
 
-    def keys(self) -> list[str]:
-        "The names that `rollout[name]` answers and that are not None."
-        names = ["images", "log_probs"]
-        for part in (self, self.tokens, self.denoising):
-            if dataclasses.is_dataclass(part):
-                names += [f.name for f in dataclasses.fields(part)]
-        return [name for name in names if name in self]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.keys())
-
     def __repr__(self):
         different = len(set(self.prompts))
         of_prompts = "of one prompt" if different == 1 else f"of {different} different prompts"
         told = [f"{len(self)} rows {of_prompts}"]
         shape = list(self.image_tensors.shape) if self.image_tensors is not None else "no"
         told.append(f"{shape} images")
-        if self.token_ids is not None:
-            told.append(f"{self.token_ids.shape[1]} tokens each")
-        if self.latents_logprobs is not None:
-            told.append(f"{self.latents_logprobs.shape[1]} denoising decisions each")
+        decisions = {"tokens": self.token_ids, "denoising decisions": self.latents_logprobs}
+        for name, values in decisions.items():
+            if values is not None:
+                told.append(f"{values.shape[1]} {name} each")
         if self.token_logprobs is not None:
             told.append(f"mean log-prob of a token {self.token_logprobs.mean().item():.3f}")
         return f"Rollout({', '.join(told)})"
@@ -155,13 +144,6 @@ class Samples:
     def with_advantages(self, advantages: Tensor, counted: Tensor) -> "Samples":
         "The same samples with their advantages."
         return replace(self, advantages=advantages, counted=counted)
-
-    def __repr__(self):
-        judged = "without" if self.advantages is None else "with"
-        return (
-            f"Samples({len(self)} samples, groups of {self.group_size}, {judged} advantages; "
-            f"of {self.rollout!r})"
-        )
 
 # %% ../../nbs/2_data/07_rollout.ipynb #n017
 class Policy:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..data.basics import UserError, check_options, patch_to
-from ..data.loader import source_lists
+from ..data.prompts import source_lists
 from ..data.rollout import Rollout, RolloutOptions, SampleNames
 from ..maths.matching import stratified_steps
 from ..maths.noise import named_noise, named_uniforms

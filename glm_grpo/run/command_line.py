@@ -117,7 +117,7 @@ TEXTS = (
     "page.html, TensorBoard in logs/); then grad_norm, clip_fraction and kl. Do not watch the "
     "loss: with one optimizer step per rollout it is always zero.",
     f"short names: {', '.join(f'--{short} for --{name}' for short, name in SHORT.items())}.",
-    "two more flags: --debug shows the traceback of an error (so does GLM_GRPO_DEBUG=1). "
+    "two more flags: --debug shows the traceback of an error. "
     "--trust_run_code, with --resume, allows reward functions that only the config.yaml of the "
     "run names. Its servers (reward.remote) must be named again. See SECURITY.md.",
 )

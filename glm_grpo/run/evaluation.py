@@ -105,33 +105,36 @@ def measure_share(
         of_seeds.append(values)
         images.append((sampled.clamp(0, 1) * 255).round().byte().cpu())
         tell()
-    tables = {}
+    main, measured = {"rewards": torch.stack(totals, 1)}, {}
     for name in of_seeds[0]:
         if name not in not_measured:
-            tables[name] = torch.stack([values[name] for values in of_seeds], 1)
+            measured[name] = torch.stack([values[name] for values in of_seeds], 1)
     images = torch.stack(images, 1).flatten(0, 1)  # [p * S, 3, H, W]
     shape = len(rows), len(seeds)
     numbers, diversity = image_numbers(images, len(seeds))
     statistics = {name: values.view(shape) for name, values in numbers.items()}
     if diversity is not None:
-        diversity = diversity[:, None]
+        main["diversity"] = diversity[:, None]
     scale = SHOWN / max(images.shape[-2:])
     if scale < 1:
         how = {"scale_factor": scale, "mode": "bilinear", "antialias": True}
         images = torch.nn.functional.interpolate(images, **how)
-    shown = images.unflatten(0, shape)
-    return Share(rows, torch.stack(totals, 1), tables, statistics, diversity, shown, not_measured)
+    main["images"] = images.unflatten(0, shape)
+    tables = {"main": main, "metrics": measured, "statistics": statistics}
+    return Share(rows, tables, not_measured)
 
 # %% ../../nbs/6_run/14_evaluation.ipynb #n020
 def summarise(held_out: HeldOut, share: Share) -> dict:
     "The result of `evaluate`, from a share with all rows: means and single values."
-    rewards, diversity = share.rewards, share.diversity
-    tables, not_measured = dict(share.tables), dict(share.not_measured)
-    for name, table in share.tables.items():
+    main, tables, statistics = share.tables["main"], {}, share.tables["statistics"]
+    rewards, diversity = main["rewards"], main.get("diversity")
+    not_measured = dict(share.not_measured)
+    for name, table in share.tables["metrics"].items():
         if name in not_measured or table.isnan().all():
             not_measured.setdefault(name, NOTHING_TO_SCORE)
-            del tables[name]
-    values = tables | share.statistics
+        else:
+            tables[name] = table
+    values = tables | statistics
     if diversity is not None:
         values["diversity"] = diversity
     means, error = rewards.mean(1), 0.0
@@ -145,11 +148,11 @@ def summarise(held_out: HeldOut, share: Share) -> dict:
         "prompts": list(held_out.prompts),
         "rewards": rewards.tolist(),
         "metrics": {name: table.nanmean().item() for name, table in tables.items()},
-        "statistics": {name: table.mean().item() for name, table in share.statistics.items()},
+        "statistics": {name: table.mean().item() for name, table in statistics.items()},
         "diversity": None if diversity is None else diversity.mean().item(),
         "values": {name: without_nan(table.tolist()) for name, table in values.items()},
         "not_measured": not_measured,
-        "images": [tensor_to_pil(row / 255) for row in share.images],
+        "images": [tensor_to_pil(row / 255) for row in main["images"]],
         "sources": held_out.sources and [row[0] for row in held_out.sources],
     }
 
@@ -196,7 +199,7 @@ def evaluate(
 
         def share():
             if not rows:
-                return Share(rows)
+                return Share(rows, {})
             given = rewards, seeds, metrics or {}, options, lambda: progress.update(number)
             return measure_share(model, take_rows(held_out, rows), rows, *given)
 

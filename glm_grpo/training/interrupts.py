@@ -180,9 +180,8 @@ STATUSES = """exit status:
 
 
 def take_debug(words: list[str]) -> tuple[bool, list[str]]:
-    "Whether --debug or the environment asks for tracebacks, and the words without --debug."
-    by_environment = os.environ.get("GLM_GRPO_DEBUG", "") not in ("", "0")
-    return by_environment or "--debug" in words, [word for word in words if word != "--debug"]
+    "Whether the words have --debug, and the words without it."
+    return "--debug" in words, [word for word in words if word != "--debug"]
 
 
 def tell_end(error: BaseException, debug: bool = False) -> int:

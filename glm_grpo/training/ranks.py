@@ -49,14 +49,12 @@ class Ranks:
 
     def __init__(
         self,
-        state: "accelerate.PartialState | None" = None,  # noqa: F821  None: one process
+        rank: int = 0,
+        world: int = 1,  # how many they are
+        device: str | None = None,  # of this rank, where a launcher has chosen one
     ):
-        self.rank, self.world, self.device = 0, 1, None
-        if state:
-            self.rank, self.world = state.process_index, state.num_processes
-        if self.world > 1:
-            self.device = str(state.device)
-        self.first = self.rank == 0
+        self.rank, self.world, self.device = rank, world, device
+        self.first = rank == 0
         self.shards = {}  # modules that are sharded -> whether they are fetched in each pass
         self.all_failed = False  # whether all ranks have received an error, or the wish to stop
         self.objects = None  # the group that exchanges objects; None: the same as for tensors
@@ -65,8 +63,6 @@ class Ranks:
     def start(
         cls,
         device: str | None = None,  # model.device; "cpu": processes talk through gloo
-        hours: float = 6,  # the longest wait in `gather`, e.g. while a rank downloads the model
-        minutes: float = 30,  # the longest wait in an exchange of tensors
     ) -> "Ranks":
         """Join the processes that `accelerate launch` or torchrun has started; without a launcher
         there is one rank. UserError: the environment of the launcher is incomplete, or this
@@ -83,13 +79,15 @@ class Ranks:
             )
         cpu = str(device) == "cpu" or not torch.cuda.is_available()
         try:
-            ranks = cls(PartialState(cpu=cpu, timeout=timedelta(minutes=minutes)))
+            # the longest wait in an exchange of tensors
+            state = PartialState(cpu=cpu, timeout=timedelta(minutes=30))
         except (KeyError, ValueError) as e:  # RANK, MASTER_ADDR... are missing or wrong
             raise UserError(
                 f"WORLD_SIZE={count}, but the {count} processes cannot find each other ({e}). "
                 "Start them with accelerate launch or torchrun; for one process: unset WORLD_SIZE."
             ) from e
-        longest = timedelta(hours=hours)
+        ranks = cls(state.process_index, count, str(state.device))
+        longest = timedelta(hours=6)  # in `gather`, e.g. while a rank downloads the model
         ranks.objects = torch.distributed.new_group(backend="gloo", timeout=longest)
         return ranks
 
@@ -279,11 +277,8 @@ class Share:
     "The results of one rank: p rows of the held-out prompts, S seeds."
 
     rows: list[int]  # p row numbers
-    rewards: Tensor | None = None  # [p, S]; None: no rows
-    tables: dict[str, Tensor] = field(default_factory=dict)  # metric -> [p, S]
-    statistics: dict[str, Tensor] = field(default_factory=dict)  # statistic -> [p, S]
-    diversity: Tensor | None = None  # [p, 1]; None: one seed
-    images: Tensor | None = None  # [p, S, 3, h, w] uint8, reduced
+    # main (rewards, diversity, images), metrics, statistics -> name -> [p, S...]
+    tables: dict[str, dict[str, Tensor]]
     not_measured: dict[str, str] = field(default_factory=dict)  # metric -> reason
 
 
@@ -292,18 +287,12 @@ def join_shares(
 ) -> Share:
     "Join the results of all ranks, with the rows in order; a row without a result is NaN."
     number = sum(len(share.rows) for share in shares)
-    joined = Share(list(range(number)))
+    joined = Share(list(range(number)), {})
     for share in shares:
-        single = {name: getattr(share, name) for name in ("rewards", "diversity", "images")}
-        for into, tables in (
-            (vars(joined), single),
-            (joined.tables, share.tables),
-            (joined.statistics, share.statistics),
-        ):
+        for kind, tables in share.tables.items():
+            into = joined.tables.setdefault(kind, {})
             for name, table in tables.items():
-                if table is None:
-                    continue
-                if into.get(name) is None:
+                if name not in into:
                     empty = math.nan if table.is_floating_point() else 0
                     into[name] = table.new_full((number, *table.shape[1:]), empty)
                 into[name][share.rows] = table

@@ -17,7 +17,8 @@ from typing import Any
 from torch import Tensor
 
 from ..data.basics import UserError
-from ..data.loader import as_batch, batches_per_pass, endless_batches
+from ..data.loader import batches_per_pass, endless_batches
+from ..data.prompts import as_batch
 from ..data.rollout import Policy, Samples
 from ..maths.loss import compute_grpo_loss
 from . import checkpoints
@@ -106,16 +107,13 @@ class Learner:
         "The gradients of an optimizer step, summed over ranks and clipped -> metrics by policy."
         self.optimizer.zero_grad()
         self.ranks.unshard(learning=True)
-        metrics, gaps = {}, {}
+        metrics = {}
         for name, batch in minibatch.items():
             with self.optimizer.accumulating():
                 tally = self.accumulate(name, batch)
             metrics[name] = tally.total(self.optimizer.device)
-            if tally.gaps:
-                gaps[name] = tally.log_ratio().abs().mean(0)
             self.ranks.sum_gradients(self.optimizer.stepped_of(name), metrics[name]["loss"])
             metrics[name]["grad_norm"] = full_tensor(self.optimizer.clip(name))
-        self.last_experience.gaps.append(gaps)
         metrics = to_floats(metrics)  # the only place that waits for the device
         for name, batch in minibatch.items():
             metrics[name]["samples"] = len(batch.samples)
