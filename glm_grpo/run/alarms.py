@@ -57,11 +57,6 @@ class Change:
         return self.after - self.before
 
     @property
-    def in_errors(self) -> float:
-        "The difference in standard errors; NaN if the error is not known or 0."
-        return self.difference / self.error if self.error > 0 else math.nan
-
-    @property
     def watched(self) -> bool:
         "Whether training should leave it alone. Of the two file sizes one always falls."
         sizes = ("jpeg_compressibility", "jpeg_incompressibility")
@@ -123,7 +118,7 @@ def has_gone(
 
 # %% ../../nbs/6_run/06_alarms.ipynb #n016
 class EvaluationHistory:
-    "A run's evaluations, each compared with the first: what is gone, and since when."
+    "A run's evaluations, each compared with the first: what is gone, and what warns."
 
     def __init__(
         self,
@@ -132,37 +127,33 @@ class EvaluationHistory:
         trained: Sequence[str] = (),  # names of the metrics that have a weight in the reward
     ):
         self.steps = [record.get("step", i) for i, record in enumerate(records)]
-        self.changes = []  # per evaluation after the first: name -> Change
-        # the same: what has clearly moved where it should not -> whether it rose
-        self.gone = []
-        for record in records[1:]:
+        self.changes = []  # per evaluation: name -> Change since the first
+        self.gone = []  # what has clearly moved where it should not -> whether it rose
+        # gone, also in the evaluation before and in the same direction, while the reward rose
+        self.alarms = []
+        for record in records:
             changes = compare_evaluations(records[0], record, trained)
             watched = [one for one in changes if one.watched]
             gone = [one for one in watched if has_gone(one, len(watched))]
+            gone = {one.name: one.difference > 0 for one in gone}
+            before = self.gone[-1] if len(self.gone) > 1 else gone  # the first shows no change
+            reward = changes[0]
+            rises = reward.difference > (reward.error if reward.prompts > 1 else 0)
+            again = [name for name, rose in gone.items() if before.get(name) == rose]
             self.changes.append({one.name: one for one in changes})
-            self.gone.append({one.name: one.difference > 0 for one in gone})
-
-    def alarms(self, last: int = -1) -> list[str]:
-        """What warns in an evaluation: gone, also in the one before and in the same direction,
-        while the reward rose."""
-        if not self.changes:
-            return []
-        reward = self.changes[last]["reward"]
-        if reward.difference <= (reward.error if reward.prompts > 1 else 0):
-            return []
-        before = self.gone[max(last % len(self.gone) - 1, 0)]
-        return [name for name, rose in self.gone[last].items() if before.get(name) == rose]
+            self.gone.append(gone)
+            self.alarms.append(again if rises else [])
 
     def gone_since(self, name: str) -> int:  # index into `steps`
-        "The evaluation from which on this number has been gone, up to the newest."
-        index = len(self.gone)
-        while index and name in self.gone[index - 1]:
+        "The evaluation from which on a number that is gone has been gone."
+        index = len(self.steps) - 1
+        while name in self.gone[index - 1]:
             index -= 1
-        return index + 1
+        return index
 
     def last_good(self) -> int:  # index into `steps`
         "The last evaluation before any number that warns now was gone."
-        return min(map(self.gone_since, self.alarms()), default=1) - 1
+        return min(map(self.gone_since, self.alarms[-1])) - 1
 
 # %% ../../nbs/6_run/06_alarms.ipynb #n021
 def reward_hacking_alarm(
@@ -178,12 +169,13 @@ def reward_hacking_alarm(
     twenty.
     """
     judged, messages = EvaluationHistory(history, trained), []
+    if not history or not judged.alarms[-1]:
+        return []
     steps, good = judged.steps, judged.last_good()
     stop = f"or stop at step {steps[good]}, before that" if good else "and start again"
-    for name in judged.alarms():
+    for name in judged.alarms[-1]:
         reward, change = judged.changes[-1]["reward"], judged.changes[-1][name]
         share = f"{change.difference / abs(change.before):+.0%}, " if change.before else ""
-        errors = f"{abs(change.in_errors):.1f} standard errors, " if change.error > 0 else ""
         subject, fix = f"the images' {name}", "Add a metric that sees it to"
         if change.kind == "metrics":
             subject, fix = f"{name}, which is not trained,", f"Give {name} a weight in"
@@ -191,7 +183,7 @@ def reward_hacking_alarm(
             f"The trained reward rose from {reward.before:.3g} to {reward.after:.3g} "
             f"(step {steps[0]} to {steps[-1]}) while {subject} "
             f"{'rose' if change.difference > 0 else 'fell'} from {change.before:.3g} to "
-            f"{change.after:.3g} ({share}{errors}since step {steps[judged.gone_since(name)]}). "
+            f"{change.after:.3g} ({share}since step {steps[judged.gone_since(name)]}). "
             f"{fix} reward.metrics, raise reward.grpo.beta, lower training.learning_rate, {stop}."
         )
     return messages
@@ -203,17 +195,18 @@ def alarm_figure(
 ) -> ShownFigure:
     "Every number that is not trained as a share of its first value; what warns is in colour."
     judged = EvaluationHistory(history, trained)
-    alarms = judged.alarms()
+    alarms = judged.alarms[-1]
     figure = ShownFigure(figsize=(8, 2.8), layout="constrained")
     ax = figure.subplots()
     for name, first in judged.changes[0].items():
-        later = [changes[name] for changes in judged.changes if name in changes]
-        if first.watched and first.before and len(later) == len(judged.changes):
-            shares = [1.0] + [1 + one.difference / abs(one.before) for one in later]
-            if name in alarms:
-                ax.plot(judged.steps, shares, lw=2, label=name)
-            else:
-                ax.plot(judged.steps, shares, color="0.7", lw=1, zorder=1)
+        changes = [found[name] for found in judged.changes if name in found]
+        if not (first.watched and first.before and len(changes) == len(history)):
+            continue
+        shares = [1 + change.difference / abs(change.before) for change in changes]
+        if name in alarms:
+            ax.plot(judged.steps, shares, lw=2, label=name)
+        else:
+            ax.plot(judged.steps, shares, color="0.7", lw=1, zorder=1)
     if alarms:
         good = judged.steps[judged.last_good()]
         ax.axvline(good, color="0.5", ls="--", lw=1, label="last good step")
