@@ -165,17 +165,6 @@ def test_an_interrupted_run_has_a_page(write):
     assert seen.count("img") == 2 * 40  # each with its source
 
 
-def test_numbers_have_the_digits_of_their_error(write):
-    "The reward is its only metric; its standard error over 40 prompts is 0.046."
-    one, two = result(0), result(1)
-    for each in (one, two):
-        each["metrics"] = {"scene": each["reward_mean"]}
-        each["values"] = {"scene": each["rewards"]}
-    seen = write(one, two, trained=["scene"])
-    assert "scene (trained)" in seen.text and seen.count("tr") == 3
-    assert "0.500" in seen.text and "± 0.046" in seen.text and "0.4875" not in seen.text
-
-
 def test_the_agreement_card(write):
     seen = write(result(0), result(1), agreement=GOOD)
     assert GOOD._repr_html_() in seen.text and "disagree" not in seen.text
