@@ -25,7 +25,7 @@ from programs.train_on_ranks import Work, run
 from ranks import on_ranks, torchrun
 
 from glm_grpo.model.wrapper import GLMImageWrapper
-from glm_grpo.run.evaluation import HeldOut, evaluate
+from glm_grpo.run.evaluation import evaluate
 
 pytestmark = pytest.mark.usefixtures("at_root")
 FOUR_PROMPTS = [*PROMPTS, "a red ball on a white ground"]
@@ -220,7 +220,8 @@ def test_an_evaluation_scores_no_token(monkeypatch):
     model, scored = GLMImageWrapper(device="cpu", torch_dtype="float32"), []
     monkeypatch.setattr(model, "compute_token_logprobs", lambda rollout, size: scored.append(size))
     size = {"height": 64, "width": 64, "num_inference_steps": 2, "temperature": 3, "top_p": 1}
-    found = evaluate(model, HeldOut(HELD_OUT), lambda images: images.mean((1, 2, 3)), **size)
+    items = [{"prompt": prompt, "target": None} for prompt in HELD_OUT]
+    found = evaluate(model, items, lambda images: images.mean((1, 2, 3)), **size)
     assert scored == [] and len(found["rewards"]) == len(HELD_OUT)
     rollout = model.generate_with_tracking(PROMPTS[:1], score=False, **size)
     assert rollout.token_logprobs is None and "no" not in repr(rollout)

@@ -1,7 +1,5 @@
 """When the alarm is silent and when it rings: the cases beside the story of nbs/6_run/06_alarms."""
 
-import math
-
 import numpy as np
 import pytest
 
@@ -46,13 +44,12 @@ def warnings_after(*later):
     return reward_hacking_alarm([means(0), *later])
 
 
-def test_a_fall_that_is_the_same_on_every_prompt_is_not_counted_in_errors():
+def test_a_fall_that_is_the_same_on_every_prompt_warns():
     before = with_scene(FIRST, 0.9, 0.5, 0.8, 0.7)
     after = with_scene(LATER, 0.6, 0.2, 0.5, 0.4)  # the differences are not equal in floating point
     (warning,) = reward_hacking_alarm([before, after])
-    assert "scene" in warning and "standard errors" not in warning
     (scene,) = [c for c in compare_evaluations(before, after) if c.name == "scene"]
-    assert scene.error == 0 and math.isnan(scene.in_errors)
+    assert "scene" in warning and scene.error == 0
 
 
 def test_silent_unless_the_reward_rose_by_more_than_its_error():

@@ -217,7 +217,7 @@ def load(
     "The model with adapters; with --full-size one without files, of random weights."
     if options.kind != "full-size":
         return GLMImageWrapper(options.model, half, lora=True, device=options.device)
-    pipe = make_pipeline(PUBLISHED, device=options.device, dtype=torch.bfloat16)
+    pipe = random_pipeline(PUBLISHED, options.device, torch.bfloat16)
     how = {"torch_dtype": pipe.dtype, "device": options.device, "gradient_checkpointing": True}
     home = sys.modules[GLMImageWrapper.__module__]
     with unittest.mock.patch.object(home, "load_pipeline", lambda *_: pipe):

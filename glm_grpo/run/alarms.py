@@ -15,7 +15,6 @@ from statistics import NormalDist
 import numpy as np
 from numpy.typing import ArrayLike
 
-from ..data.basics import UserError
 from ..training.figures import ShownFigure
 
 # %% ../../nbs/6_run/06_alarms.ipynb #c05n008
@@ -25,20 +24,14 @@ def paired_difference(
 ) -> tuple[float, float, float, int]:  # means before and after, error, prompts with a score
     """Means over the pairs in which both have a score, and the standard error of their difference
     over prompts (NaN: not known); seeds are averaged first. Differences and spreads below a
-    millionth of the largest score are rounding and count as 0. UserError: the shapes differ."""
-    x = np.asarray(before, dtype=float)
-    y = np.asarray(after, dtype=float)
-    if x.shape != y.shape:
-        raise UserError(
-            f"Two evaluations of {list(x.shape)} and {list(y.shape)} numbers (prompts, seeds) "
-            "cannot be compared in pairs. Evaluate both on the same prompts with the same seeds."
-        )
-    missing = np.isnan(x + y)
-    of_prompts = np.ma.array([x, y], mask=[missing, missing]).mean(axis=2)
+    millionth of the largest score are rounding and count as 0."""
+    both = np.array([before, after], dtype=float)
+    missing = np.isnan(both).any(axis=0)
+    of_prompts = np.ma.array(both, mask=[missing, missing]).mean(axis=2)
     x, y = np.ma.compress_cols(of_prompts)
     if not len(x):
         return math.nan, math.nan, math.nan, 0
-    rounding = 1e-6 * max(np.abs(x).max(), np.abs(y).max())  # float32 has steps of 1.2e-7
+    rounding = 1e-6 * np.abs([x, y]).max()  # float32 has steps of 1.2e-7
     y = np.where(np.abs(y - x) < rounding, x, y)
     error = math.nan
     if len(x) > 1:
@@ -64,11 +57,6 @@ class Change:
         return self.after - self.before
 
     @property
-    def in_errors(self) -> float:
-        "The difference in standard errors; NaN if the error is not known or 0."
-        return self.difference / self.error if self.error > 0 else math.nan
-
-    @property
     def watched(self) -> bool:
         "Whether training should leave it alone. Of the two file sizes one always falls."
         sizes = ("jpeg_compressibility", "jpeg_incompressibility")
@@ -82,49 +70,36 @@ def prompts_label(
     return "held-out prompts" if result.get("prompts_are_held_out", True) else "training prompts"
 
 # %% ../../nbs/6_run/06_alarms.ipynb #c05n018
-def _tables_of(record: dict) -> dict:
-    "(kind, name) -> numbers [P][S] of a result of `evaluate`, or of its JSON line."
-    tables, values = {("reward", "reward"): record["rewards"]}, record.get("values") or {}
-    for kind in ("metrics", "statistics"):
-        for name in record.get(kind) or ():
-            if name in values:
-                tables[kind, name] = values[name]
-    if "diversity" in values:
-        tables["diversity", "diversity"] = values["diversity"]
-    return tables
-
-
 def compare_evaluations(
     # a result of `evaluate`, or a dict with rewards [P][S] and perhaps metrics and statistics
     # (whose keys are their names) and values {name: [P][S]} of these and of diversity
     before: dict,
-    after: dict,  # the same, later
+    after: dict,  # the same, later, of the same prompts and seeds
     trained: Sequence[str] = (),  # names of the metrics that have a weight in the reward
 ) -> list[Change]:  # the reward first
-    "Every number that both evaluations have. Raises UserError as `paired_difference` does."
-    later, changes = _tables_of(after), []
-    for (kind, name), table in _tables_of(before).items():
-        if (kind, name) in later:
-            paired = paired_difference(table, later[kind, name])
-            is_trained = kind == "reward" or (kind == "metrics" and name in trained)
+    "Every number that both evaluations have."
+    kinds = dict.fromkeys(before.get("metrics", ()), "metrics")
+    kinds |= dict.fromkeys(before.get("statistics", ()), "statistics")
+    kinds["diversity"] = "diversity"
+    reward = paired_difference(before["rewards"], after["rewards"])
+    changes = [Change("reward", "reward", *reward, trained=True)]
+    earlier, later = before.get("values", {}), after.get("values", {})
+    for name, kind in kinds.items():
+        if name in earlier and name in later:
+            paired = paired_difference(earlier[name], later[name])
+            is_trained = kind == "metrics" and name in trained
             changes.append(Change(kind, name, *paired, trained=is_trained))
     return changes
 
 # %% ../../nbs/6_run/06_alarms.ipynb #n010
 def noise_limit(
     watched: int,  # how many numbers are watched
-    prompts: int,  # P, at least 2
+    prompts: int,  # P, at least 3
 ) -> float:  # in standard errors
-    """What noise exceeds with probability 0.1 / watched: a quantile of Student's t.
-
-    With prompts - 1 degrees of freedom; Abramowitz and Stegun 26.7.5.
-    """
-    z = NormalDist().inv_cdf(1 - 0.1 / watched)
-    n = max(prompts - 1, 1)
-    first = (z**3 + z) / (4 * n)
-    second = (5 * z**5 + 16 * z**3 + 3 * z) / (96 * n**2)
-    third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * n**3)
-    return z + first + second + third
+    """What noise exceeds with probability 0.1 / watched: a quantile of Student's t with
+    prompts - 1 degrees of freedom, by the formula of Gaver and Kafadar."""
+    z, n = NormalDist().inv_cdf(1 - 0.1 / watched), prompts - 1
+    return math.sqrt(n * math.expm1(z**2 * (n - 1.5) / (n - 1) ** 2))
 
 
 def has_gone(
@@ -143,7 +118,7 @@ def has_gone(
 
 # %% ../../nbs/6_run/06_alarms.ipynb #n016
 class EvaluationHistory:
-    "A run's evaluations, each compared with the first: what is gone, and since when."
+    "A run's evaluations, each compared with the first: what is gone, and what warns."
 
     def __init__(
         self,
@@ -152,41 +127,33 @@ class EvaluationHistory:
         trained: Sequence[str] = (),  # names of the metrics that have a weight in the reward
     ):
         self.steps = [record.get("step", i) for i, record in enumerate(records)]
-        self.changes = []  # per evaluation after the first: (kind, name) -> Change
-        # the same: what has clearly moved where it should not -> whether it rose
-        self.gone = []
-        for record in records[1:]:
-            changes, gone = {}, {}
-            for change in compare_evaluations(records[0], record, trained):
-                changes[change.kind, change.name] = change
-            watched = {key: change for key, change in changes.items() if change.watched}
-            for key, change in watched.items():
-                if has_gone(change, len(watched)):
-                    gone[key] = change.difference > 0
-            self.changes.append(changes)
+        self.changes = []  # per evaluation: name -> Change since the first
+        self.gone = []  # what has clearly moved where it should not -> whether it rose
+        # gone, also in the evaluation before and in the same direction, while the reward rose
+        self.alarms = []
+        for record in records:
+            changes = compare_evaluations(records[0], record, trained)
+            watched = [one for one in changes if one.watched]
+            gone = [one for one in watched if has_gone(one, len(watched))]
+            gone = {one.name: one.difference > 0 for one in gone}
+            before = self.gone[-1] if len(self.gone) > 1 else gone  # the first shows no change
+            reward = changes[0]
+            rises = reward.difference > (reward.error if reward.prompts > 1 else 0)
+            again = [name for name, rose in gone.items() if before.get(name) == rose]
+            self.changes.append({one.name: one for one in changes})
             self.gone.append(gone)
+            self.alarms.append(again if rises else [])
 
-    def alarms(self, last: int = -1) -> list[tuple[str, str]]:
-        """What warns in an evaluation: gone, also in the one before and in the same direction,
-        while the reward rose."""
-        if not self.changes:
-            return []
-        reward = self.changes[last]["reward", "reward"]
-        if reward.difference <= (reward.error if reward.prompts > 1 else 0):
-            return []
-        before = self.gone[max(last % len(self.gone) - 1, 0)]
-        return [key for key, rose in self.gone[last].items() if before.get(key) == rose]
-
-    def gone_since(self, key: tuple[str, str]) -> int:  # index into `steps`
-        "The evaluation from which on this number has been gone, up to the newest."
-        index = len(self.gone)
-        while index and key in self.gone[index - 1]:
+    def gone_since(self, name: str) -> int:  # index into `steps`
+        "The evaluation from which on a number that is gone has been gone."
+        index = len(self.steps) - 1
+        while name in self.gone[index - 1]:
             index -= 1
-        return index + 1
+        return index
 
     def last_good(self) -> int:  # index into `steps`
         "The last evaluation before any number that warns now was gone."
-        return min(map(self.gone_since, self.alarms()), default=1) - 1
+        return min(map(self.gone_since, self.alarms[-1])) - 1
 
 # %% ../../nbs/6_run/06_alarms.ipynb #n021
 def reward_hacking_alarm(
@@ -199,26 +166,25 @@ def reward_hacking_alarm(
     trained has clearly gone the wrong way since the first evaluation, now and in the evaluation
     before. Clearly means beyond noise, and: a metric by more than 5 % of its first value down,
     a statistic by 25 % up or down, diversity by 25 % down. Pure noise warns in about one run of
-    twenty. Raises UserError as `paired_difference` does.
+    twenty.
     """
     judged, messages = EvaluationHistory(history, trained), []
+    if not history or not judged.alarms[-1]:
+        return []
     steps, good = judged.steps, judged.last_good()
     stop = f"or stop at step {steps[good]}, before that" if good else "and start again"
-    for key in judged.alarms():
-        reward, change = judged.changes[-1]["reward", "reward"], judged.changes[-1][key]
-        since = steps[judged.gone_since(key)]
+    for name in judged.alarms[-1]:
+        reward, change = judged.changes[-1]["reward"], judged.changes[-1][name]
         share = f"{change.difference / abs(change.before):+.0%}, " if change.before else ""
-        errors = f"{abs(change.in_errors):.1f} standard errors, " if change.error > 0 else ""
-        subject, fix = f"the images' {change.name}", "Add a metric that sees it to"
+        subject, fix = f"the images' {name}", "Add a metric that sees it to"
         if change.kind == "metrics":
-            subject = f"{change.name}, which is not trained,"
-            fix = f"Give {change.name} a weight in"
+            subject, fix = f"{name}, which is not trained,", f"Give {name} a weight in"
         messages.append(
             f"The trained reward rose from {reward.before:.3g} to {reward.after:.3g} "
             f"(step {steps[0]} to {steps[-1]}) while {subject} "
             f"{'rose' if change.difference > 0 else 'fell'} from {change.before:.3g} to "
-            f"{change.after:.3g} ({share}{errors}since step {since}). {fix} "
-            f"reward.metrics, raise reward.grpo.beta, lower training.learning_rate, {stop}."
+            f"{change.after:.3g} ({share}since step {steps[judged.gone_since(name)]}). "
+            f"{fix} reward.metrics, raise reward.grpo.beta, lower training.learning_rate, {stop}."
         )
     return messages
 
@@ -229,15 +195,16 @@ def alarm_figure(
 ) -> ShownFigure:
     "Every number that is not trained as a share of its first value; what warns is in colour."
     judged = EvaluationHistory(history, trained)
-    tables, alarms = judged.changes, judged.alarms()
+    alarms = judged.alarms[-1]
     figure = ShownFigure(figsize=(8, 2.8), layout="constrained")
     ax = figure.subplots()
-    for key, change in tables[0].items():
-        if not (change.watched and change.before and all(key in table for table in tables)):
+    for name, first in judged.changes[0].items():
+        changes = [found[name] for found in judged.changes if name in found]
+        if not (first.watched and first.before and len(changes) == len(history)):
             continue
-        shares = [1.0] + [1 + table[key].difference / abs(change.before) for table in tables]
-        if key in alarms:
-            ax.plot(judged.steps, shares, lw=2, label=change.name)
+        shares = [1 + change.difference / abs(change.before) for change in changes]
+        if name in alarms:
+            ax.plot(judged.steps, shares, lw=2, label=name)
         else:
             ax.plot(judged.steps, shares, color="0.7", lw=1, zorder=1)
     if alarms:

@@ -6,7 +6,7 @@
 __all__ = ['MET', 'GPUS', 'FLOP_REACHED', 'BANDWIDTH_REACHED', 'LESS_MEMORY', 'LARGE', 'tokens_of', 'deciding_steps',
            'count_work', 'count_met', 'count_trained', 'Transformer', 'Step', 'sampling_memory', 'activations',
            'estimate_memory', 'GPU', 'forward_flop', 'step_seconds', 'read_machine', 'longest_prompt', 'time_training',
-           'memory_there', 'in_bytes', 'check_memory', 'describe_step_time', 'plan']
+           'in_bytes', 'check_memory', 'plan']
 
 # %% ../../nbs/6_run/17_plan.ipynb #w006
 import math
@@ -14,9 +14,7 @@ import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 
-import psutil
 import torch
 
 from ..data.basics import UserError
@@ -24,7 +22,7 @@ from ..data.loader import PromptLoader
 from ..data.prompts import T2IDataset, collate
 from ..model.adapters import LORA_PLACES, LoraOptions
 from ..model.loading import load_prompt_parts, pick_device, pick_dtype
-from ..model.memory import local_folder, model_layout, numbers_in
+from ..model.memory import free_bytes, local_folder, model_layout, numbers_in
 from ..model.tokens import check_prompt_lengths
 from ..rewards.calling import RewardError, where_raised
 from .build import load_model, make_trainer
@@ -136,29 +134,30 @@ class Step:
         dtype: torch.dtype = torch.bfloat16,  # of the weights
         processes: int = 1,  # they share the prompts, and with `training.shard` what trains
     ):
-        grpo, training, model = config.reward.grpo, config.training, config.model
+        grpo, training, rollout = config.reward.grpo, config.training, config.rollout
+        half = config.model.component
         self.config, self.layout, self.processes = config, layout, processes
         self.bytes = dtype.itemsize
         self.trained = count_trained(config, layout)
-        self.new_tokens = tokens_of(config)
-        self.pixels = math.prod(image_height_width(config))
+        self.new_tokens, self.pixels = tokens_of(config), math.prod(image_height_width(config))
         prompts = max(1, training.batch_size // processes)
-        samples = prompts * grpo.group_size
-        self.images = samples * (grpo.images_per_sample if model.component == "both" else 1)
         # sets of tokens: one per prompt where only the DiT trains
-        self.samples = prompts if model.component == "dit" else samples
-        self.rows = min(config.rollout.token_batch_size or self.samples, self.samples)
+        self.samples = prompts * (1 if half == "dit" else grpo.group_size)
+        self.images = prompts * grpo.group_size
+        self.images *= grpo.images_per_sample if half == "both" else 1
+        self.rows = min(rollout.token_batch_size or self.samples, self.samples)
         self.micro_batch = min(training.micro_batch_size or self.images, self.images)
         text, dit = layout["ar"]["config"]["text_config"], layout["dit"]["config"]
         self.logits = text["vision_vocab_size"]
         width, feed = text["hidden_size"], text["intermediate_size"]
+        layers = text["num_hidden_layers"]
         # numbers in the keys and values of a token
         heads = text["num_key_value_heads"] / text["num_attention_heads"]
-        self.cache = int(2 * text["num_hidden_layers"] * width * heads)
+        self.cache = int(2 * layers * width * heads)
         self.ar = Transformer(
             count_met("ar", layout),
             width,
-            text["num_hidden_layers"],
+            layers,
             tokens=prompt_tokens + self.new_tokens,
             kept=12 * width + 4 * feed,
             in_use=6 * feed,
@@ -171,17 +170,12 @@ class Step:
             tokens=self.pixels // 256,
             kept=18 * width,
             in_use=10 * width,
-            passes=2 if config.rollout.guidance_scale > 1 else 1,
+            passes=2 if rollout.guidance_scale > 1 else 1,
         )
         self.learns = {"ar": self.ar, "dit": self.dit}  # the same in the update
-        if config.rollout.dit_objective != "steps":
-            passes = 2 if config.rollout.matching_guidance > 1 else 1
+        if rollout.dit_objective != "steps":
+            passes = 2 if rollout.matching_guidance > 1 else 1
             self.learns["dit"] = replace(self.dit, passes=passes)
-        # frozen numbers that wait on the host while the other half works
-        self.idle = {"ar": 0, "dit": 0}
-        for half in self.idle if model.offload else ():
-            trained = 0 if model.lora else self.trained.get(half, 0)
-            self.idle[half] = numbers_in(layout[half]["shapes"]) - trained
 
 # %% ../../nbs/6_run/17_plan.ipynb #m013
 def sampling_memory(step: Step) -> tuple[int, int]:  # bytes of tokens, of images
@@ -209,16 +203,17 @@ def activations(step: Step, half: Transformer) -> int:
 
 def estimate_memory(
     step: Step,
-) -> dict[str, int]:  # bytes: weights, adapters, masters, averages, adamw..., peak
+) -> dict[str, int]:  # bytes: weights, float32, averages, adamw..., peak
     "Peak memory by formula, from the second step on. Keep a tenth free."
     model, training = step.config.model, step.config.training
     share = step.processes if training.shard else 1  # while sampling, weights count in full
     trained = sum(step.trained.values())
-    total = sum(numbers_in(part["shapes"]) for part in step.layout.values())
-    # frozen weights that are away during the update: the half that does not train, or the smaller
-    away = min(step.idle.values())
-    if model.component != "both":
-        away = step.idle["dit" if model.component == "ar" else "ar"]
+    # weights on the device while a half works; with offload, frozen ones of the other half are not
+    sizes = {name: numbers_in(part["shapes"]) for name, part in step.layout.items()}
+    weights = {}
+    for half, other in (("ar", "dit"), ("dit", "ar")):
+        away = sizes[other] - (0 if model.lora else step.trained.get(other, 0))
+        weights[half] = (sum(sizes.values()) - away * model.offload) * step.bytes
     adamw = 8  # bytes per number; in 8 bits there is a scale for 256 numbers
     if training.optimizer == "adamw_8bit":
         adamw = 2 + 8 / 256
@@ -228,25 +223,27 @@ def estimate_memory(
     latents = 0 if model.component == "ar" else 3 * deciding_steps(step.config) + 1
     latents *= step.layout["dit"]["config"]["in_channels"] * step.pixels // 64
     kept = {
-        "weights": (total - away) * step.bytes,
-        "adapters": 4 * trained if model.lora else 0,
-        "masters": 0 if model.lora or step.bytes == 4 else 4 * trained // share,
+        # adapters, or float32 copies of weights in a shorter format
+        "float32": 4 * trained // share if model.lora or step.bytes < 4 else 0,
         "averages": 4 * averaged,
         "adamw": int(adamw * trained) // share,
         "rollout": step.samples * step.new_tokens * step.logits // 8 + 4 * step.images * latents,
     }
+    gradients = 4 * trained // share
     tokens, images = sampling_memory(step)
-    tokens += (away - step.idle["dit"]) * step.bytes
-    images += (away - step.idle["ar"]) * step.bytes
-    passing = {
-        "gradients": 4 * trained // share,
+    learnt = {half: activations(step, step.learns[half]) for half in step.trained}
+    sampling = sum(kept.values()) + max(weights["ar"] + tokens, weights["dit"] + images)
+    update = sum(kept.values()) + gradients + max(weights[half] + learnt[half] for half in learnt)
+    return {
+        "weights": max(weights[half] for half in learnt),
+        **kept,
+        "gradients": gradients,
         "sampling": max(tokens, images),
-        "activations": max(activations(step, step.learns[half]) for half in step.trained),
+        "activations": max(learnt.values()),
+        "sampling_peak": sampling,
+        "update_peak": update,
+        "peak": max(sampling, update),
     }
-    sampling = sum(kept.values()) + passing["sampling"]
-    update = sum(kept.values()) + passing["gradients"] + passing["activations"]
-    peaks = {"sampling_peak": sampling, "update_peak": update, "peak": max(sampling, update)}
-    return kept | passing | peaks
 
 # %% ../../nbs/6_run/17_plan.ipynb #c0dee0b
 @dataclass(frozen=True)
@@ -284,21 +281,20 @@ def step_seconds(
     config, training, ar = step.config, step.config.training, step.ar
     calls = math.ceil(step.samples / step.rows) * step.new_tokens
     read = ar.weights + step.rows * ar.tokens * step.cache  # numbers, in each call
-    token_flop, image_flop = step.samples * forward_flop(ar), step.images * forward_flop(step.dit)
+    denoised = step.images * forward_flop(step.dit) * config.rollout.num_inference_steps
     updates = training.updates_per_rollout
     passes = updates * (2 + config.model.gradient_checkpointing + (not config.model.lora))
     learnt = 0
     if "ar" in step.trained:  # a single update needs no old log-probs
         several = updates * training.mini_batches > 1
-        learnt += token_flop * (passes + several)
+        learnt += step.samples * forward_flop(ar) * (passes + several)
     if "dit" in step.trained:
-        decision_flop = step.images * forward_flop(step.learns["dit"])
-        learnt += decision_flop * deciding_steps(config) * passes
-    products = FLOP_REACHED * gpu.flop
+        decisions = step.images * deciding_steps(config)
+        learnt += decisions * forward_flop(step.learns["dit"]) * passes
     return {
         "tokens": calls * read * step.bytes / (BANDWIDTH_REACHED * gpu.bandwidth),
-        "denoising": image_flop * config.rollout.num_inference_steps / products,
-        "update": learnt / products,
+        "denoising": denoised / (FLOP_REACHED * gpu.flop),
+        "update": learnt / (FLOP_REACHED * gpu.flop),
     }
 
 # %% ../../nbs/6_run/17_plan.ipynb #c2195cf
@@ -347,16 +343,6 @@ def time_training(
     return seconds * config.training.batch_size * config.training.max_steps
 
 # %% ../../nbs/6_run/17_plan.ipynb #c0ee542
-def memory_there(device: torch.device) -> int:  # bytes
-    "How much memory a GPU has free, or a machine (or its container) in all."
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    container = Path("/sys/fs/cgroup/memory.max")  # a number, or max: no limit
-    limit = container.read_text().strip() if container.is_file() else "max"
-    machine = psutil.virtual_memory().total
-    return machine if limit == "max" else min(machine, int(limit))
-
-
 def in_bytes(number: float) -> str:
     "1.5 GB, 20 MB."
     return f"{number / 1e9:.1f} GB" if number >= 1e9 else f"{number / 1e6:.0f} MB"
@@ -380,18 +366,6 @@ def check_memory(
         raise UserError(f"does not fit: {told}")
     return f"tight: {told}" if peak > 0.9 * there else None
 
-# %% ../../nbs/6_run/17_plan.ipynb #n015
-def describe_step_time(step: Step, gpu: str) -> str:
-    "What a step of a large model takes, calculated and not measured."
-    seconds = step_seconds(step, GPUS[gpu])
-    phases = ", ".join(f"{phase} {part:.0f} s" for phase, part in seconds.items() if part)
-    return (
-        f"about {sum(seconds.values()) / 60:.1f} min per step on {gpu} GPUs ({phases}), "
-        f"calculated for {FLOP_REACHED:.0%} of the peak FLOP and {BANDWIDTH_REACHED:.0%} of the "
-        "bandwidth; not counted: decoding, rewards, evaluations. To measure: python -m "
-        "glm_grpo.bench --full-size"
-    )
-
 # %% ../../nbs/6_run/17_plan.ipynb #n016
 LARGE = 100_000_000  # numbers; a smaller model is timed on this machine
 
@@ -405,44 +379,48 @@ def plan(
 ) -> None:
     """Count and estimate a run. UserError as `model_layout` and `count_trained`, for a device or
     number format that is not there, and for a run that its machine cannot hold."""
-    training, machine, processes = config.training, config.training.machine, process_count()
+    model, machine, processes = config.model, config.training.machine, process_count()
     here = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
-    gpu = next((name for name in GPUS if name in here), "H100")
     if machine:
         count, gpu = read_machine(machine)
         processes = count if processes == 1 else processes
         device, place = torch.device("cuda"), f"each of {machine}"
     else:
-        device = pick_device(config.model.device)
+        gpu = next((name for name in GPUS if name in here), "H100")
+        device = pick_device(model.device)
         place = str(device)
-    dtype = pick_dtype(config.model.torch_dtype, device)
-    PromptLoader(dataset, training.batch_size, world=processes)  # can they be split evenly?
-    layout = model_layout(config.model.name, config.model.revision)
+    dtype = pick_dtype(model.torch_dtype, device)
+    PromptLoader(dataset, config.training.batch_size, world=processes)  # can they be split evenly?
+    layout = model_layout(model.name, model.revision)
     step = Step(config, layout, longest_prompt(config, dataset, heldout), dtype, processes)
     total = sum(numbers_in(part["shapes"]) for part in layout.values())
     trained = ", ".join(f"{half} {n:,}" for half, n in step.trained.items())
-    if config.model.lora:
-        trained += f" (LoRA of rank {config.model.lora_rank})"
-    numbers = f"{total:,} numbers in {str(dtype).removeprefix('torch.')}"
-    say("model", f"{config.model.name}: {numbers}, of which train: {trained}")
+    adapters = f" (LoRA of rank {model.lora_rank})" if model.lora else ""
+    kind = str(dtype).removeprefix("torch.")
+    say("model", f"{model.name}: {total:,} numbers in {kind}, of which train: {trained}{adapters}")
     work = count_work(config, len(dataset), len(heldout))
     say("work", ", ".join(f"{number:,} {what}" for what, number in work.items() if number))
     memory = estimate_memory(step)
-    counted = {name: size for name, size in memory.items() if size and "peak" not in name}
+    counted = [f"{k} {in_bytes(size)}" for k, size in memory.items() if size and "peak" not in k]
     say(
         "memory",
-        f"about {in_bytes(memory['peak'])} on {place}: "
-        + ", ".join(f"{name} {in_bytes(size)}" for name, size in counted.items())
-        + "; sampling and update (gradients, activations) come one after the other; keep a tenth "
-        "free",
+        f"about {in_bytes(memory['peak'])} on {place}: {', '.join(counted)}; sampling and update "
+        "(gradients, activations) come one after the other; keep a tenth free",
     )
     elsewhere = machine and gpu not in here
-    there = GPUS[gpu].memory if elsewhere else memory_there(device)
+    there = GPUS[gpu].memory if elsewhere else free_bytes(device)
     if tight := check_memory(memory["peak"], there, place):
         say("WARNING", tight)
     if machine or total >= LARGE:
-        say("time", describe_step_time(step, gpu))
+        seconds = step_seconds(step, GPUS[gpu])
+        phases = ", ".join(f"{phase} {part:.0f} s" for phase, part in seconds.items() if part)
+        say(
+            "time",
+            f"about {sum(seconds.values()) / 60:.1f} min per step on {gpu} GPUs ({phases}), "
+            f"calculated for {FLOP_REACHED:.0%} of the peak FLOP and {BANDWIDTH_REACHED:.0%} of "
+            "the bandwidth; not counted: decoding, rewards, evaluations. To measure: python -m "
+            "glm_grpo.bench --full-size",
+        )
         return
-    say("timing", f"one group of {config.reward.grpo.group_size} samples")
     minutes = max(1, round(time_training(config, dataset, reward) / 60))
     say("time", f"about {minutes} min of training on this machine, evaluations not counted")

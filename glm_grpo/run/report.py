@@ -57,18 +57,16 @@ def _card(
     rewards = np.array([result["rewards"][i] for result in results.values()])
     gains = rewards[-1] - rewards[0]
     seed = int((gains * (np.sign(difference) or np.sign(gains))).argmax())
-    pair, metrics = [], []
+    pair, metrics = [], {}
     for name, result in results.items():
         address = image_address(result["images"][i][seed], side=384)
         pair.append((name, address, result["rewards"][i][seed]))
-    for name in first.get("metrics", ()):
-        tables = [result["values"].get(name) for result in results.values()]
-        values = [table and table[i][seed] for table in tables]
-        if set(values) != {None}:
-            metrics.append((name, values))
-    source = image_address(first["sources"][i], side=384) if first.get("sources") else None
+        for metric in first.get("metrics", ()):
+            table = result["values"].get(metric)
+            if table and table[i][seed] is not None:
+                metrics.setdefault(metric, []).append(table[i][seed])
     return {
-        "source": source,
+        "source": image_address(first["sources"][i], side=384) if first.get("sources") else None,
         "pair": pair,
         "prompt": first["prompts"][i],
         "difference": difference,
@@ -78,7 +76,7 @@ def _card(
     }
 
 # %% ../../nbs/6_run/11_report.ipynb #n017
-FIRST, CARDS = 4, 24  # prompts at the top, and at most in each of the three groups
+FIRST, CARDS = 4, 48  # prompts at the top, and at most below the numbers
 
 
 def number_text(
@@ -123,28 +121,20 @@ def write_page(
     title: str = "Before and after training",
 ) -> None:
     """Write the numbers and images of two evaluations as one HTML file, complete or not at all.
-
-    Raises UserError if the prompts differ, or as `paired_difference` does.
-    """
+    UserError: the prompts differ."""
     from jinja2 import Environment
 
     results = {"before": before} | ({"after": after} if after else {})
     evaluations = list(history or results.values())
-    if any(one["prompts"] != before["prompts"] for one in (evaluations[-1], after or before)):
+    last = after or evaluations[-1]
+    if last["prompts"] != before["prompts"]:
         raise UserError(
             "The two evaluations are of different prompts, so their images cannot stand "
             "side by side. Evaluate both on the same prompts."
         )
-    rows = compare_evaluations(before, after or evaluations[-1], trained)
     gains = np.subtract((after or before)["rewards"], before["rewards"])
     change = gains.mean(1).round(6)  # below that it is rounding
     order = np.argsort(-np.abs(change), kind="stable").tolist()
-    others = order[FIRST:]
-    groups = {
-        "Gains": [i for i in others if change[i] > 0],
-        "Losses": [i for i in others if change[i] < 0],
-        "Unchanged" if after else "Other prompts": [i for i in others if not change[i]],
-    }
     curves = [alarm_figure(evaluations, trained)] if len(evaluations) > 2 else []
     curves += [step_curves(lines, history or ())] if len(lines) > 1 else []
     source = importlib.resources.files("glm_grpo.run").joinpath("page.html").read_text("utf-8")
@@ -154,7 +144,7 @@ def write_page(
         title=title,
         before=before,
         after=after,
-        rows=rows,
+        rows=compare_evaluations(before, last, trained),
         last=evaluations[-1],
         kind=prompts_label(before),
         alarms=reward_hacking_alarm(evaluations, trained),
@@ -162,8 +152,7 @@ def write_page(
         curves=[png_address(figure) for figure in curves],
         agreement=agreement,
         first=order[:FIRST],
-        groups=groups,
-        most=CARDS,
+        others=sorted(order[FIRST : FIRST + CARDS], key=lambda i: -change[i]),
         card_of=lambda i: _card(i, results, change[i]),
     )
     with atomic_write(path) as file:
