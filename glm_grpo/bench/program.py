@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['OPTIONS', 'NOTES', 'seconds_of', 'own_random_numbers', 'parse_options', 'read_prompts', 'make_sampling',
-           'machine_name', 'table_row', 'save_table', 'numbered', 'make_step', 'load', 'measure', 'measure_alone',
-           'compare', 'measure_all', 'main']
+           'machine_name', 'table_row', 'save_table', 'numbered', 'make_images', 'make_step', 'load', 'measure',
+           'measure_alone', 'compare', 'measure_all', 'main']
 
 # %% ../../nbs/7_bench/09_bench.ipynb #n003
 import argparse
@@ -177,8 +177,25 @@ def numbered(images: Tensor) -> Tensor:  # [N, 3, H, W] -> [N]
     return torch.arange(len(images)).float()
 
 
+def make_images(
+    way: str,  # "ours"; "pipeline": one call for each group
+    model: GLMImageWrapper,  # its DiT trains
+    options: argparse.Namespace,
+) -> Callable[[], object]:
+    "Sample a group of images for each prompt, a window of two steps with noise."
+    prompts, group, batch = read_prompts(options), options.group, options.micro_batch
+    size = {"height": options.image_size, "width": options.image_size, "guidance_scale": 1.5}
+    size["num_inference_steps"] = options.num_inference_steps
+    if way == "ours":
+        rows = [prompt for prompt in prompts for _ in range(group)]
+        how = {"window": 2, "sde_type": "cps", "batch_size": batch, "score_batch_size": batch}
+        return lambda: model.generate_with_tracking(rows, **how, **size)
+    how = {"num_images_per_prompt": group, "output_type": "pt"} | size
+    return lambda: [model.pipe(prompt=prompt, **how) for prompt in prompts]
+
+
 def make_step(
-    way: str,  # "ours", or "image by image": the plain way
+    way: str,  # "ours"; "finished images": ours on these; "image by image": the plain way
     model: GLMImageWrapper,  # with the policy that trains
     options: argparse.Namespace,
 ) -> Callable[[], dict]:  # a training step -> metrics
@@ -191,13 +208,14 @@ def make_step(
         "num_inference_steps": options.num_inference_steps,
         "beta": 0.04 if half == "ar" else 0.0,
     }
-    if way == "ours":
+    if way != "image by image":
         own = {
             "learning_rate": 1e-4,
             "sde_type": "cps",
             "batch_size": 32 if half == "ar" else options.micro_batch,
             "micro_batch_size": options.micro_batch,
             "window": 2 if half == "both" else None,
+            "dit_objective": "matching" if way == "finished images" else "steps",
         }
         trainer = MinimalGRPOTrainer(model, [], numbered, **same, **own)
         return lambda: trainer.train_step({"prompts": prompts})
@@ -274,8 +292,10 @@ NOTES = {
         "Both: the same LoRA, KL to the reference, AdamW, a reward that costs nothing.",
     ],
     "dit": [
+        "Images, plain: a call of GlmImagePipeline for each group.",
         "Step, plain: glm_grpo/plain.py, image by image. Both: all steps but the last are "
         "decisions, LoRA, no KL, AdamW, a reward that costs nothing.",
+        "Finished images: the same step of ours with dit_objective matching, at four times.",
     ],
     "full-size": [
         "GLM-Image's own sizes, random weights in bf16, LoRA on both halves.",
@@ -294,6 +314,9 @@ def measure_all(
     if half != "dit":
         name = f"sampling the tokens of {images}, {options.image_size} px"
         rows += compare(name, make_sampling, half, "generate", options)
+    if half == "dit":
+        rows += compare(f"sampling {images}", make_images, half, "pipeline", options)
+        rows += compare(f"a step of {images}", make_step, half, "finished images", options)
     if half != "both":
         return rows + compare(
             f"a training step of {images}", make_step, half, "image by image", options

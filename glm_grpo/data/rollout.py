@@ -98,6 +98,17 @@ class Rollout:
         parts = (self, self.tokens, self.denoising)
         return any(getattr(part, name, None) is not None for part in parts)
 
+    def keys(self) -> list[str]:
+        "The names that `rollout[name]` answers and that are not None."
+        names = ["images", "log_probs"]
+        for part in (self, self.tokens, self.denoising):
+            if dataclasses.is_dataclass(part):
+                names += [f.name for f in dataclasses.fields(part)]
+        return [name for name in names if name in self]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.keys())
+
     def __repr__(self):
         different = len(set(self.prompts))
         of_prompts = "of one prompt" if different == 1 else f"of {different} different prompts"

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['LEVELS', 'NUMBERS', 'HELP', 'level_variances', 'variance_parts', 'group_numbers', 'advice', 'sample_trees',
-           'whole_number', 'tell', 'probe_command', 'main']
+           'shares_figure', 'whole_number', 'tell', 'probe_command', 'main']
 
 # %% ../../nbs/6_run/15_probe.ipynb #2a29bdbd
 import json
@@ -27,6 +27,7 @@ from .build import check_reward, each_reward, load_model, make_reward, open_data
 from .config import Config, check_config, image_height_width
 from .command_line import Words, parse_args, run_command
 from .evaluation import without_nan
+from ..training.figures import ShownFigure, save_figure
 from ..training.interrupts import STATUSES
 
 LEVELS = ("prompts", "previews", "large grids", "images")
@@ -159,6 +160,22 @@ def sample_trees(
             trees[name] = rewards[scored]
     return trees
 
+# %% ../../nbs/6_run/15_probe.ipynb #122882f5
+def shares_figure(
+    found: dict[str, dict[str, tuple[float, float]]],  # reward or part -> of `variance_parts`
+) -> ShownFigure:
+    "The shares of the variance within a prompt, a bar for each reward."
+    figure = ShownFigure(figsize=(7, 0.8 + 0.45 * len(found)), layout="constrained")
+    axis, left = figure.subplots(), [0.0] * len(found)
+    for level in LEVELS[1:]:
+        shares = [max(0.0, parts[level][0]) for parts in found.values()]
+        axis.barh(list(found), shares, left=left, label=level, height=0.6)
+        left = [a + b for a, b in zip(left, shares)]
+    axis.invert_yaxis()
+    axis.set_xlabel("share of the variance within a prompt")
+    axis.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=3, frameon=False)
+    return figure
+
 # %% ../../nbs/6_run/15_probe.ipynb #d2bad32f
 NUMBERS = {"num_prompts": 16, "previews": 4, "grids": 2, "images": 2}  # options -> defaults
 HELP = """\
@@ -171,7 +188,7 @@ usage: python -m glm_grpo.probe [--num_prompts N] [--section.option VALUE ...]
 
 All options of python -m glm_grpo.train are options of this program, too. It samples
 num_prompts x previews x grids x images images, asks the reward of the run, prints what lies
-where, and writes probe.json to output_dir (default outputs/probe).
+where, and writes probe.json and probe.png to output_dir (default outputs/probe).
 """
 
 
@@ -228,15 +245,16 @@ def probe_command(argv: list[str]) -> int:
     model = load_model(config)
     check_prompt_lengths(model, dataset, *size)
     number, *shape = options.values()
-    record = {"options": options}
+    record, found = {"options": options}, {}
     for name, rewards in sample_trees(config, model, dataset, reward, number, shape).items():
-        parts, numbers = variance_parts(rewards), group_numbers(rewards)
-        tell(name, rewards, parts, numbers)
-        shares = dict(zip(LEVELS, without_nan(parts.values())))
+        found[name], numbers = variance_parts(rewards), group_numbers(rewards)
+        tell(name, rewards, found[name], numbers)
+        shares = dict(zip(LEVELS, without_nan(found[name].values())))
         record[name] = {"shares": shares, **numbers, "rewards": rewards.tolist()}
     with atomic_write(file) as f:
         json.dump(record, f)
-    print(f"written: {file}")
+    save_figure(shares_figure(found), figure := file.with_name("probe.png"))
+    print(f"written: {file}, {figure}")
     return 0
 
 
