@@ -415,6 +415,11 @@ def reward_problems(config: Config) -> Iterator[str]:
     for name in sorted({*own} & {*remote}):
         yield f"reward.remote.{name}: a function has this name, too. Rename one of them."
     is_sum = reward.use_advanced or own
+    if reward.normalise == "group" and not is_sum:
+        yield (
+            "reward.normalise group compares the parts of a weighted sum. Set reward.use_advanced "
+            "true, or take none."
+        )
     known = {*METRICS, *remote, *own}
     for_edits = ("edit", "edit_check") if config.training.mode == "t2i" and is_sum else ()
     for where, dit in (("reward.metrics", False), ("reward.dit_metrics", True)):
