@@ -215,8 +215,10 @@ def make_step(
             "batch_size": 32 if half == "ar" else options.micro_batch,
             "micro_batch_size": options.micro_batch,
             "window": 2 if half == "both" else None,
-            "dit_objective": "matching" if way == "finished images" else "steps",
         }
+        if way == "finished images":
+            times = min(4, int(0.9 * options.num_inference_steps) - 1)
+            own |= {"dit_objective": "matching", "matching_times": times}
         trainer = MinimalGRPOTrainer(model, [], numbered, **same, **own)
         return lambda: trainer.train_step({"prompts": prompts})
     recipe = plain.Recipe(**same, temperature=config.temperature, top_p=config.top_p)
@@ -295,7 +297,7 @@ NOTES = {
         "Images, plain: a call of GlmImagePipeline for each group.",
         "Step, plain: glm_grpo/plain.py, image by image. Both: all steps but the last are "
         "decisions, LoRA, no KL, AdamW, a reward that costs nothing.",
-        "Finished images: the same step of ours with dit_objective matching, at four times.",
+        "Finished images: the same step of ours with dit_objective matching, at up to four times.",
     ],
     "full-size": [
         "GLM-Image's own sizes, random weights in bf16, LoRA on both halves.",
