@@ -35,7 +35,8 @@ KINDS = {  # name -> steps, options
     "slow": (54, f"{MATCHING} --reward.grpo.dit_pull_slow 1 {SLOW_COPY}"),
     "reference": (54, f"{MATCHING} --reward.grpo.beta 1 --reward.grpo.dit_kl velocity"),
     "nft": (54, NFT),
-    "unguided": (70, MATCHING.replace("guidance 3", "guidance 1")),
+    "steps1": (60, "--rollout.guidance_scale 1"),
+    "matching1": (66, f"{MATCHING} --rollout.guidance_scale 1".replace("guidance 3", "guidance 1")),
 }
 RATES, SEEDS = ("2e-3", "3e-3", "5e-3"), range(3)
 
@@ -59,12 +60,14 @@ def collect(folder: Path) -> list[dict]:
     lines = []
     for path in sorted(folder.glob("*/seconds.json")):
         name, rate, seed = path.parent.name.split("_")
-        for line in (path.parent / "eval_history.jsonl").read_text().splitlines():
-            found = json.loads(line)
-            detail = [round(x, 3) for x in found["values"]["detail"]]
-            of_run = {"name": name, "rate": float(rate), "seed": int(seed)}
-            of_run |= {"steps": KINDS[name][0], "seconds": round(json.loads(path.read_text()))}
-            lines.append(of_run | {"step": found["step"], "detail": detail})
+        history = (path.parent / "eval_history.jsonl").read_text().splitlines()
+        history = [json.loads(line) for line in history]
+        of_run = {"name": name, "rate": float(rate), "seed": int(seed)}
+        seconds = json.loads(path.read_text()) / history[-1]["step"]
+        for found in history:
+            detail = [[round(x, 3) for x in images] for images in found["values"]["detail"]]
+            at = {"step": found["step"], "seconds": round(seconds * found["step"])}
+            lines.append(of_run | at | {"detail": detail})
     return lines
 
 

@@ -13,6 +13,7 @@ import itertools
 import json
 import traceback
 import warnings
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -53,11 +54,18 @@ def reward_label(result: dict) -> str:
     return "held-out reward" if kind == "held-out prompts" else f"reward on {kind}"
 
 
-def describe_result(result: dict) -> str:  # of `evaluate`
-    "The reward of an evaluation with its error, in one line."
+def describe_result(
+    result: dict,  # of `evaluate`
+    reward: Callable | dict[str, Callable],
+) -> str:
+    "The reward of an evaluation with its error and parts, in one line."
+    names, parts = part_weights(reward), ""
+    if len(names) > 1:
+        numbers = [f"{k} {v:.3f}" for k, v in result["metrics"].items() if k in names]
+        parts = ", ".join(numbers) + "; "
     return (
         f"{reward_label(result)} {result['reward_mean']:.3f} +- "
-        f"{result['standard_error']:.3f} ({result['pictures']} images of "
+        f"{result['standard_error']:.3f} ({parts}{result['pictures']} images of "
         f"{len(result['prompts'])} prompts, {result['seconds']:.0f} s)"
     )
 
@@ -143,7 +151,7 @@ class Run:
             return None
         self.say(phase, f"measuring {training.eval_samples} images of each prompt")
         result = self.measure(f"{phase:>10}")
-        self.say(phase, describe_result(result))
+        self.say(phase, describe_result(result, self.reward))
         self.watch.add(self.trainer.step, result)
         return result
 
