@@ -15,7 +15,7 @@ from glm_grpo.data.loader import make_dataloader
 from glm_grpo.maths.advantages import gdpo_advantages
 from glm_grpo.maths.loss import LEVELS, LOSSES, compute_grpo_loss
 from glm_grpo.rewards.weighted import WeightedReward
-from glm_grpo.training.callbacks import Callback
+from glm_grpo.training.callbacks import Callback, ProgressLines
 from glm_grpo.training.interrupts import NotFinite
 from glm_grpo.training.ranks import Ranks
 from glm_grpo.training.toy import ICONS, ToyPainter, ToyStudio, TokenTable, icon_images, nearness
@@ -201,7 +201,7 @@ def test_only_the_most_uncertain_tokens_learn():
 
 def doubled(new, old, advantages, **options):
     loss, metrics = compute_grpo_loss(new, old, advantages, **options)
-    return 2 * loss, metrics | {"own": torch.tensor(3.0)}
+    return 2 * loss, metrics | {"own": 3.0}
 
 
 def test_a_loss_that_wraps_ours_and_adds_a_metric():
@@ -214,10 +214,17 @@ def test_a_loss_with_no_metrics_at_all():
     def reinforce(new, old, advantages, num_samples, **options):
         return -(advantages[:, None] * new).mean(1).sum() / num_samples, {}
 
+    callbacks = [ProgressLines()]  # the console's line takes what there is
     own, line = first_gradients(micro_batch_size=3, loss=reinforce)
+    toy_trainer(loss=reinforce, callbacks=callbacks).train(2)
     ours, _ = first_gradients(loss_type="reinforce")
     assert torch.allclose(own, ours, atol=1e-8) and "ratio_mean" not in line
     assert line["old_new_gap"] == 0 and line["grad_norm"] > 0
+
+
+@pytest.mark.parametrize("loss", ["dapo", {"dti": doubled}, {"ar": 1}])
+def test_a_loss_that_cannot_be_called_is_refused(loss):
+    assert "loss: give a function" in refusal(studio_trainer, loss=loss)
 
 
 def test_each_policy_can_have_its_own_loss():

@@ -4,7 +4,9 @@
 
 Each run is one command, which is printed. It goes to FOLDER/NAME_RATE_SEED; a finished run is not
 repeated. At the end all finished runs are written to data/matching_runs/evaluations.jsonl, a line
-per evaluation. The steps of each objective are as many as take equal CPU time.
+per evaluation. The steps of each objective are as many as take about equal CPU time; the runs of
+guidance 1 are shorter, and seed 0 of `matching` ran 64 steps. 6_run/20_results names the rates and
+seeds that were run.
 """
 
 import argparse

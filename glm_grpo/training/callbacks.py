@@ -73,9 +73,10 @@ def describe_step(
     for policy in trainer.policies:
         prefix = f"{policy}/" if len(trainer.policies) > 1 else ""
         told += f", {prefix}grad {metrics[f'{prefix}grad_norm']:.3g}"
-        if (clip := metrics.get(f"{prefix}clip_fraction")) is not None:
-            told += f", {prefix}clip {clip:.1%}"
-        told += f", {prefix}kl {metrics[f'{prefix}kl']:.3g}"
+        # a loss of one's own may lack these
+        for name, column, shape in (("clip", "clip_fraction", ".1%"), ("kl", "kl", ".3g")):
+            if (value := metrics.get(prefix + column)) is not None:
+                told += f", {prefix}{name} {value:{shape}}"
         if metrics[f"{prefix}skipped"]:
             told += f", {prefix}NOT FINITE, so no update"
     if metrics.get("alarms"):  # of the evaluation in between

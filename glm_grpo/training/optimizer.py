@@ -177,8 +177,8 @@ def replaced_by(
         yield
         return
     average.store(weights)
-    average.copy_to(weights)
     try:
+        average.copy_to(weights)
         yield
     finally:
         average.restore(weights)

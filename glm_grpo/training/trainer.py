@@ -14,6 +14,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..data.basics import UserError
@@ -51,8 +52,13 @@ class Learner:
         for name, policy in self.policies.items():
             trained[name] = [p for p in policy.parameters() if p.requires_grad]
         self.optimizer = PolicyOptimizer(trained, options.optimizer)
-        self.losses = dict.fromkeys(self.policies, loss if callable(loss) else compute_grpo_loss)
-        self.losses |= loss if isinstance(loss, dict) else {}
+        given = loss if isinstance(loss, dict) else dict.fromkeys(self.policies, loss)
+        given = {name: own for name, own in given.items() if own is not None}
+        if not all(map(callable, given.values())) or not given.keys() <= self.policies.keys():
+            raise UserError(
+                f"loss: give a function, or a dict with a function for {' or '.join(self.policies)}"
+            )
+        self.losses = dict.fromkeys(self.policies, compute_grpo_loss) | given
         self.ranks.unshard()
         self.step = self.last_step = self.bad_steps = 0
         self.half_done = False  # while some, but not all, optimizer steps on a rollout are done
@@ -63,7 +69,7 @@ class Learner:
     def minibatches(self, experience: Experience) -> Iterator[dict[str, MiniBatch]]:
         "policy -> samples, for each optimizer step."
         options = self.options.step
-        if self.options.grpo.dit_pull_slow:
+        if self.options.grpo.dit_pull_slow and "dit" in self.policies:
             dit, slowed, samples = self.policies["dit"], self.optimizer.slowed, experience.samples
             size = options.micro_batch_size
             samples["dit"] = dit.with_slow_velocities(samples["dit"], slowed, size)
@@ -140,7 +146,9 @@ class Learner:
                 new, chunk.old_logprobs, chunk.advantages, as_tensors=True, **options
             )
             loss.backward()
-            tally.add(i, chunk, new, metrics | more | {"loss": loss.detach()})
+            numbers = metrics | more | {"loss": loss.detach()}
+            numbers = {k: torch.as_tensor(v, device=new.device) for k, v in numbers.items()}
+            tally.add(i, chunk, new, numbers)
         for _ in range(passes - len(chunks)):  # another rank has more
             one = self.last_experience.samples[name].rows(slice(0, 1))
             (0 * policy.score(next(iter(policy.chunks(one)))).sum()).backward()
