@@ -3,10 +3,10 @@
     python tools/matching_runs.py FOLDER [--only NAME RATE SEED]
 
 Each run is one command, which is printed. It goes to FOLDER/NAME_RATE_SEED; a finished run is not
-repeated. At the end all finished runs are written to data/matching_runs/evaluations.jsonl, a line
-per evaluation. The steps of each objective are as many as take about equal CPU time; the runs of
-guidance 1 are shorter, and seed 0 of `matching` ran 64 steps. 6_run/20_results names the rates and
-seeds that were run.
+repeated. At the end all finished runs are written to data/matching_runs: evaluations.jsonl has a
+line per evaluation, grad_norms.json the gradient norm of each step. The steps of each objective
+are as many as take about equal CPU time; the runs of guidance 1 are shorter, and seed 0 of
+`matching` ran 64 steps. 6_run/20_results names the rates and seeds that were run.
 """
 
 import argparse
@@ -83,6 +83,11 @@ def main() -> None:
         folder = options.folder / f"{name}_{rate}_{seed}"
         if not (folder / "seconds.json").exists():
             run(folder, name, rate, int(seed))
+    norms = {}
+    for path in sorted(options.folder.glob("*/seconds.json")):
+        steps = (path.parent / "metrics.jsonl").read_text().splitlines()
+        norms[path.parent.name] = [round(json.loads(step)["grad_norm"], 4) for step in steps]
+    (ROOT / "data/matching_runs/grad_norms.json").write_text(json.dumps(norms))
     text = "".join(json.dumps(line) + "\n" for line in collect(options.folder))
     (ROOT / "data/matching_runs/evaluations.jsonl").write_text(text)
 

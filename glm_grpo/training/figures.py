@@ -113,10 +113,14 @@ def step_curves(
     evaluations: Sequence[dict] = (),  # step, reward_mean, perhaps standard_error
     health: bool = True,  # False: only the reward, in a small figure
 ) -> ShownFigure:
-    "Reward against step, with a running mean over a tenth of the run; below it those of HEALTH."
+    "Reward against step, with a running mean over a tenth of the run; below, what HEALTH is not 0."
     steps = [line["step"] for line in lines]
-    figure = ShownFigure(figsize=(8, 5) if health else (5, 1.8), layout="constrained")
-    axes = figure.subplot_mosaic([["reward"] * 3, list(HEALTH)] if health else [["reward"]])
+    moved = {key.split("/")[-1] for line in lines for key, value in line.items() if value}
+    shown = [name for name in HEALTH if name in moved and health]
+    size = (8, 5 if shown else 3) if health else (5, 1.8)
+    figure = ShownFigure(figsize=size, layout="constrained")
+    rows = [["reward"] * max(1, len(shown)), shown]
+    axes = figure.subplot_mosaic([row for row in rows if row])
     top, width = axes["reward"], max(1, len(lines) // 10)
     rewards = np.array([line["reward_mean"] for line in lines], dtype=float)
     means = [rewards[max(0, end - width) : end].mean() for end in range(1, len(lines) + 1)]
@@ -129,12 +133,12 @@ def step_curves(
     top.set(xlabel="step", ylabel="mean reward")
     top.legend(fontsize=9, loc="lower left", bbox_to_anchor=(0, 1), ncols=4, frameon=False)
     top.xaxis.get_major_locator().set_params(integer=True)
-    for name, title in HEALTH.items() if health else ():
+    for name in shown:
         for policy in ("", "ar/", "dit/"):
             if policy + name in lines[0]:
                 values = np.array([line.get(policy + name) for line in lines], dtype=float)
                 axes[name].plot(steps, values, lw=1, label=policy.strip("/"))
-        axes[name].set_title(title, fontsize=10)
+        axes[name].set_title(HEALTH[name], fontsize=10)
         axes[name].set_xlabel("step")
         if f"ar/{name}" in lines[0]:
             axes[name].legend(fontsize=9)
