@@ -262,6 +262,10 @@ def test_nft_on_policy_is_awm_with_another_weight(model, rollout):
     assert not policy.has_log_ratios(samples)
     numbers, found = policy.score_with_pull(samples, GRPOOptions(advantage_clip=2.0), None)
     assert numbers.abs().max() < 1e-6 and found["metrics"]["contrast"] == 0
+    for j, step in enumerate(rollout.denoising.decisions):
+        before, old = rollout.denoising.latents_before[:, j], rollout.denoising.old_velocities[:, j]
+        given = old, old, before, rollout.denoising.latents, rollout.denoising.sigmas[step].item()
+        torch.testing.assert_close(found["kl"][:, j], 2.0 * nft_terms(*given, 0.3)[1])
     trained = model.get_trainable_parameters()
     options = {key: found[key] for key in ("kl", "beta", "loss_type")}
     loss, _ = compute_grpo_loss(numbers, torch.zeros(4, 3), advantages, **options)
