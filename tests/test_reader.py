@@ -18,11 +18,21 @@ def cells_of(name):
     return [pair for pair in pairs if not re.match(r"#\|\s*(hide|default_exp)", pair[0])]
 
 
-def minutes_of(name):
-    "Minutes at 200 words and three cells of code per minute."
+def lines_of(text):
+    return sum(bool(line.strip()) for line in text.splitlines())
+
+
+def size_of(name):
+    "Words of text and lines of code, without blank ones, of a notebook."
     cells = cells_of(name)
     words = sum(len(text.split()) for text, is_code in cells if not is_code)
-    return words / 200 + sum(is_code for _, is_code in cells) / 3
+    return words, sum(lines_of(text) for text, is_code in cells if is_code)
+
+
+def minutes_of(name):
+    "Minutes at 200 words and 25 lines of code per minute."
+    words, lines = size_of(name)
+    return words / 200 + lines / 25
 
 
 def test_the_times_that_the_main_road_claims():
@@ -30,16 +40,28 @@ def test_the_times_that_the_main_road_claims():
     for name in ROAD:
         text = "\n".join(text for text, is_code in cells_of(name) if not is_code)
         claimed = int(re.search(r"\*\*Time\*\*: about (\d+) minutes", text)[1])
-        needed = minutes_of(name)
-        if not 0.75 * needed <= claimed <= 1.5 * needed + 3:
-            wrong.append(f"{name}: about {needed:.0f} minutes")
+        if abs(claimed - minutes_of(name)) > 1.5:
+            wrong.append(f"{name}: about {minutes_of(name):.0f} minutes")
     assert wrong == []
 
 
 def test_the_main_road_takes_about_three_hours():
-    assert 2.5 * 60 < sum(map(minutes_of, ROAD)) < 3.5 * 60
+    words, lines = map(sum, zip(*map(size_of, ROAD)))
+    assert words <= 15_000 and lines <= 2_600, (words, lines)
     for path in (ROOT / "README.md", NBS / f"{ROAD[0]}.ipynb"):
         assert "about three hours" in path.read_text(encoding="utf-8"), path
+
+
+def test_each_page_of_the_main_road():
+    "Its place, short cells, three questions with folded answers, and where to read on."
+    for place, name in enumerate(ROAD, 1):
+        cells = cells_of(name)
+        text = "\n".join(text for text, is_code in cells if not is_code)
+        assert f"part {place} of {len(ROAD)}" in cells[0][0], name
+        code = [text for text, is_code in cells if is_code and "#| export" not in text]
+        assert max(map(lines_of, code), default=0) <= 15, name
+        assert text.count("<summary>Answer") == 3 and "<summary>Hint" in text, name
+        assert "## Further reading" in text, name
 
 
 def test_the_example_of_the_readme_runs(tmp_path, monkeypatch):

@@ -211,6 +211,7 @@ def alarm_figure(
         good = judged.steps[judged.last_good()]
         ax.axvline(good, color="0.5", ls="--", lw=1, label="last good step")
         ax.legend(fontsize=9, loc="center left", bbox_to_anchor=(1, 0.5))
+    ax.set_yscale("symlog", linthresh=2)  # a tenfold statistic must not flatten the others
     ax.set(xlabel="step", title="not trained, share of first value")
     ax.xaxis.get_major_locator().set_params(integer=True)
     return figure
