@@ -16,7 +16,8 @@ from PIL import Image
 from glm_grpo.run.train import write_results
 from glm_grpo.run.config import Config
 from glm_grpo.run.evaluation import PeriodicEvaluation
-from glm_grpo.run.report import CARDS, FIRST, write_page
+from glm_grpo.run.alarms import Change
+from glm_grpo.run.report import CARDS, FIRST, merge_equal, write_page
 from glm_grpo.training.agreement import Agreement, Gap
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
@@ -222,3 +223,16 @@ def test_a_browser_runs_the_script_if_its_hash_is_in_the_policy(tmp_path, allowe
     words += [f"--user-data-dir={tmp_path / 'profile'}", page.as_uri()]
     found = subprocess.run([CHROMIUM, *words], capture_output=True, text=True, timeout=60)
     assert ('<html lang="en" class="js">' in found.stdout) is allowed
+
+
+def test_rows_that_show_the_same_numbers_are_one():
+    changes = [
+        Change("reward", "reward", 0.4, 0.6, 0.1, 8, True),
+        Change("metrics", "scene", 0.4, 0.6, 0.1, 8, True),
+        Change("metrics", "jpeg_compressibility", -5.0, -4.0, 0.1, 8, False),
+        Change("metrics", "jpeg_incompressibility", 5.0, 4.0, 0.1, 8, False),
+        Change("metrics", "sign", 0.4, 0.5, 0.1, 8, False),
+    ]
+    names = [change.name for change in merge_equal(changes)]
+    size = "jpeg_compressibility = -jpeg_incompressibility"
+    assert names == ["reward = scene", size, "sign"]
