@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['open_dataset', 'open_data', 'describe_data', 'make_reward', 'each_reward', 'part_weights', 'other_metrics',
-           'check_prompts_fit', 'check_reward', 'load_model', 'load_on_ranks', 'make_trainer']
+           'check_prompts_fit', 'check_reward', 'lora_options', 'load_model', 'load_on_ranks', 'make_trainer']
 
 # %% ../../nbs/6_run/13_build.ipynb #n005
 from collections.abc import Callable, Iterable
@@ -17,6 +17,7 @@ from ..data.loader import make_dataloader
 from ..data.prompts import SPLIT_SEED, I2IDataset, T2IDataset
 from ..data.prompts import collate, is_table, split_off
 from ..data.scenes import parse_prompt
+from ..model.adapters import LoraOptions, choose_lora
 from ..model.loading import download_model
 from ..model.wrapper import GLMImageWrapper
 from glm_grpo.rewards.calling import (
@@ -207,24 +208,30 @@ def check_reward(
             raise UserError(where_raised(e)) from e
 
 # %% ../../nbs/6_run/13_build.ipynb #n022
+def lora_options(config: Config) -> LoraOptions | None:
+    "The adapters of a run; None: all weights train."
+    model = config.model
+    given = {
+        "rank": model.lora_rank,
+        "alpha": model.lora_alpha,
+        "target_modules": model.lora_target_modules,
+        "dit_target_modules": model.dit_lora_target_modules,
+    }
+    return choose_lora(model.lora and given, ())
+
+
 def load_model(
     config: Config,
     device: str | torch.device | None = None,  # of this rank; None: model.device
 ) -> GLMImageWrapper:
     "The model of a run. UserError: the folder is not such a model, or the device is missing."
     model = config.model
-    lora = {
-        "rank": model.lora_rank,
-        "alpha": model.lora_alpha,
-        "target_modules": model.lora_target_modules,
-        "dit_target_modules": model.dit_lora_target_modules,
-    }
     return GLMImageWrapper(
         model.name,
         model.component,
         torch_dtype=model.torch_dtype,
         device=device or model.device,
-        lora=lora if model.lora else None,
+        lora=lora_options(config),
         seed=config.training.seed,
         gradient_checkpointing=model.gradient_checkpointing,
         offload=model.offload,

@@ -389,7 +389,7 @@ def train(config: Config) -> int:  # one of `STATUSES`
         with run.interrupts:
             run.prepare()
             if config.dry_run:
-                plan(config, run.dataset, run.heldout, run.reward, run.say)
+                plan(config, run.dataset, run.heldout, run.say)
                 run.say("dry run", "all checks passed; nothing was trained or written")
                 return 0
             try:
