@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['MET', 'GPUS', 'FLOP_REACHED', 'BANDWIDTH_REACHED', 'LARGE', 'LESS_MEMORY', 'tokens_of', 'deciding_steps',
-           'count_work', 'count_met', 'count_trained', 'Transformer', 'Step', 'sampling_memory', 'activations',
-           'estimate_memory', 'GPU', 'forward_flop', 'step_seconds', 'read_machine', 'longest_prompt', 'plan']
+           'count_work', 'count_met', 'count_trained', 'Transformer', 'Step', 'activations', 'estimate_memory', 'GPU',
+           'forward_flop', 'step_seconds', 'read_machine', 'longest_prompt', 'plan']
 
 # %% ../../nbs/6_run/17_plan.ipynb #w006
 import math
@@ -20,7 +20,8 @@ from ..data.loader import PromptLoader
 from ..data.prompts import T2IDataset
 from ..model.adapters import add_lora
 from ..model.loading import load_prompt_parts, pick_device, pick_dtype
-from ..model.memory import build_part, free_bytes, local_folder, model_layout, numbers_in
+from ..model.memory import build_part, free_bytes, local_folder, model_layout
+from ..model.memory import numbers_in, trainable_parts
 from ..model.tokens import check_prompt_lengths
 from ..model.wrapper import COMPONENTS
 from .build import lora_options
@@ -50,8 +51,11 @@ def count_work(
     held_out: int = 0,  # number of held-out prompts
 ) -> dict[str, float]:
     "The numbers of samples, decisions and optimizer steps of a whole run."
-    training, grpo, component = config.training, config.reward.grpo, config.model.component
-    steps, every = training.max_steps, training.eval_interval
+    training = config.training
+    grpo = config.reward.grpo
+    component = config.model.component
+    steps = training.max_steps
+    every = training.eval_interval
     samples = steps * training.batch_size * grpo.group_size
     images = samples * (grpo.images_per_sample if component == "both" else 1)
     # before and after training, and in between
@@ -61,7 +65,7 @@ def count_work(
         "steps": steps,
         "passes through the prompts": round(steps * training.batch_size / prompts, 1),
         "images": images,
-        "tokens to learn from": samples * tokens_of(config) if component != "dit" else 0,
+        "tokens to learn from": samples * tokens_of(config) * (component != "dit"),
         "denoising steps to learn from": images * deciding_steps(config) * (component != "ar"),
         "optimizer steps": steps * training.updates_per_rollout * training.mini_batches,
         "images in evaluations": evaluations * evaluated,
@@ -78,7 +82,7 @@ def count_met(
     half: str,  # "ar" or "dit"
     layout: dict,  # of `model_layout`
 ) -> int:
-    "The weights that each token or patch meets; without LoRA those of the AR model train."
+    "The weights that each token or patch meets."
     shapes = layout[half]["shapes"].items()
     return numbers_in({name: shape for name, shape in shapes if re.match(MET[half], name)})
 
@@ -88,16 +92,16 @@ def count_trained(
     layout: dict,  # of `model_layout`
 ) -> dict[str, int]:  # half that trains -> number of trained parameters
     "Count the trained parameters. UserError: an adapter for a layer that does not exist."
-    counts, lora = {}, lora_options(config)
+    counts = {}
+    lora = lora_options(config)
     for half in COMPONENTS[config.model.component]:
+        model = build_part(half, layout[half]["config"])  # without the memory of its weights
         if lora:
-            model = build_part(half, layout[half]["config"])  # no weight of it is made
-            weights = add_lora(model, lora, half=half).parameters()
-            counts[half] = sum(weight.numel() for weight in weights if weight.requires_grad)
-        elif half == "ar":
-            counts[half] = count_met(half, layout)
+            add_lora(model, lora, half=half)
         else:
-            counts[half] = numbers_in(layout[half]["shapes"])
+            for part in trainable_parts(half, model):
+                part.requires_grad_(True)
+        counts[half] = sum(p.numel() for p in model.parameters() if p.requires_grad)
     return counts
 
 # %% ../../nbs/6_run/17_plan.ipynb #m007
@@ -124,11 +128,17 @@ class Step:
         dtype: torch.dtype = torch.bfloat16,  # of the weights
         processes: int = 1,  # they share the prompts, and with `training.shard` what trains
     ):
-        grpo, training, rollout = config.reward.grpo, config.training, config.rollout
+        grpo = config.reward.grpo
+        training = config.training
+        rollout = config.rollout
         half = config.model.component
-        self.config, self.layout, self.processes = config, layout, processes
-        self.bytes, self.trained = dtype.itemsize, count_trained(config, layout)
-        self.new_tokens, self.pixels = tokens_of(config), math.prod(image_height_width(config))
+        self.config = config
+        self.layout = layout
+        self.processes = processes
+        self.bytes = dtype.itemsize
+        self.trained = count_trained(config, layout)
+        self.new_tokens = tokens_of(config)
+        self.pixels = math.prod(image_height_width(config))
         prompts = max(1, training.batch_size // processes)
         self.images = prompts * grpo.group_size
         # sets of tokens: one per prompt where only the DiT trains
@@ -138,36 +148,29 @@ class Step:
         self.rows = min(rollout.token_batch_size or self.samples, self.samples)
         self.micro_batch = min(training.micro_batch_size or self.images, self.images)
         # forward passes per image, in one batch, while it is sampled and while it is learnt from
-        self.passes, learnt_with = 1 + (rollout.guidance_scale > 1), rollout.guidance_scale
+        self.passes = 1 + (rollout.guidance_scale > 1)
+        learnt_with = rollout.guidance_scale
         if rollout.dit_objective != "steps":
             learnt_with = rollout.matching_guidance
         self.learning_passes = {"ar": 1, "dit": 1 + (learnt_with > 1)}
-        text, dit = layout["ar"]["config"]["text_config"], layout["dit"]["config"]
+        text = layout["ar"]["config"]["text_config"]
+        dit = layout["dit"]["config"]
         self.logits = text["vision_vocab_size"]
-        width, feed = text["hidden_size"], text["intermediate_size"]
-        layers, met = text["num_hidden_layers"], count_met("ar", layout)
+        width = text["hidden_size"]
+        feed = text["intermediate_size"]
+        layers = text["num_hidden_layers"]
+        met = count_met("ar", layout)
         # numbers in the keys and values of a token
         heads = text["num_key_value_heads"] / text["num_attention_heads"]
         self.cache = int(2 * layers * width * heads)
         tokens = prompt_tokens + self.new_tokens
         self.ar = Transformer(met, width, layers, tokens, 12 * width + 4 * feed, 6 * feed)
         width = dit["num_attention_heads"] * dit["attention_head_dim"]
-        layers, met = dit["num_layers"], count_met("dit", layout)
+        layers = dit["num_layers"]
+        met = count_met("dit", layout)
         self.dit = Transformer(met, width, layers, self.pixels // 256, 18 * width, 10 * width)
 
 # %% ../../nbs/6_run/17_plan.ipynb #m013
-def sampling_memory(step: Step) -> tuple[int, int]:  # bytes of tokens, of images
-    "Keys, values and logits; the DiT's forward pass without gradients, or the autoencoder's."
-    config, dit = step.config, step.dit
-    tokens = step.ar.tokens * step.cache * step.bytes + step.logits * 4 * 4
-    decides = config.model.component != "ar"
-    at_once = min(step.micro_batch if decides else config.rollout.batch_size, step.images)
-    denoising = at_once * step.passes * dit.tokens * 15 * dit.width  # about 15 widths per patch
-    width = step.layout["vae"]["config"]["block_out_channels"][:2][-1]  # at full resolution
-    decoding = max(step.pixels, 2**17) * 3 * width  # small images are decoded together
-    return step.rows * tokens, max(denoising, decoding) * step.bytes
-
-
 def activations(
     step: Step,
     half: str,  # "ar" or "dit"
@@ -187,30 +190,41 @@ def estimate_memory(
     step: Step,
 ) -> dict[str, int]:  # bytes: weights, float32, averages, adamw..., peak
     "Peak memory by formula, from the second step on. Keep a tenth free."
-    model, training = step.config.model, step.config.training
+    config = step.config
+    training = config.training
+    layout = step.layout
+    dit = step.dit
+    lora = config.model.lora
     share = step.processes if training.shard else 1  # while sampling, weights count in full
-    trained, of_dit = sum(step.trained.values()), step.trained.get("dit", 0)
+    trained = sum(step.trained.values())
+    of_dit = step.trained.get("dit", 0)
     # weights on the device while a half works; with offload, frozen ones of the other half are not
-    sizes = {name: numbers_in(part["shapes"]) for name, part in step.layout.items()}
+    sizes = {name: numbers_in(part["shapes"]) for name, part in layout.items()}
     weights = {}
     for half, other in (("ar", "dit"), ("dit", "ar")):
-        away = sizes[other] - (0 if model.lora else step.trained.get(other, 0))
-        weights[half] = (sum(sizes.values()) - away * model.offload) * step.bytes
+        away = sizes[other] - (0 if lora else step.trained.get(other, 0))
+        weights[half] = (sum(sizes.values()) - away * config.model.offload) * step.bytes
     # bytes per number; in 8 bits there is a scale for 256 numbers
     adamw = 2 + 8 / 256 if training.optimizer == "adamw_8bit" else 8
     averaged = trained * (training.ema_decay is not None)
     averaged += of_dit * (training.slow_copy_decay is not None)
-    latents = 3 * deciding_steps(step.config) + 1 if of_dit else 0
-    latents *= step.layout["dit"]["config"]["in_channels"] * step.pixels // 64
+    latents = 3 * deciding_steps(config) + 1 if of_dit else 0
+    latents *= layout["dit"]["config"]["in_channels"] * step.pixels // 64
     kept = {
         # adapters, or float32 copies of weights in a shorter format
-        "float32": 4 * trained // share if model.lora or step.bytes < 4 else 0,
+        "float32": 4 * trained // share if lora or step.bytes < 4 else 0,
         "averages": 4 * averaged,
         "adamw": int(adamw * trained) // share,
         "rollout": step.samples * step.new_tokens * step.logits // 8 + 4 * step.images * latents,
     }
+    # sampling: keys, values and logits; the DiT's forward pass, or the autoencoder's
+    tokens = step.rows * (step.ar.tokens * step.cache * step.bytes + step.logits * 4 * 4)
+    at_once = min(step.micro_batch if of_dit else config.rollout.batch_size, step.images)
+    denoising = at_once * step.passes * dit.tokens * 15 * dit.width  # about 15 widths per patch
+    width = layout["vae"]["config"]["block_out_channels"][:2][-1]  # at full resolution
+    decoding = max(step.pixels, 2**17) * 3 * width  # small images are decoded together
+    images = max(denoising, decoding) * step.bytes
     gradients = 4 * trained // share
-    tokens, images = sampling_memory(step)
     learnt = {half: activations(step, half) for half in step.trained}
     sampling = max(weights["ar"] + tokens, weights["dit"] + images)
     update = gradients + max(weights[half] + learnt[half] for half in learnt)
@@ -244,7 +258,9 @@ GPUS = {
     "H200": GPU(989e12, 4.8e12, 141e9),
     "B200": GPU(2250e12, 8e12, 180e9),
 }
-FLOP_REACHED, BANDWIDTH_REACHED = 0.4, 0.6  # shares of them; assumed
+# shares of them; assumed
+FLOP_REACHED = 0.4
+BANDWIDTH_REACHED = 0.6
 
 
 def forward_flop(half: Transformer) -> int:
@@ -258,7 +274,9 @@ def step_seconds(
     gpu: GPU,
 ) -> dict[str, float]:  # tokens, denoising, update
     "Seconds of a training step, by the assumptions above."
-    training, grpo, ar = step.config.training, step.config.reward.grpo, step.ar
+    training = step.config.training
+    grpo = step.config.reward.grpo
+    ar = step.ar
     calls = math.ceil(step.samples / step.rows) * step.new_tokens
     read = ar.weights + step.rows * ar.tokens * step.cache  # numbers, in each call
     flop = {"ar": step.samples * forward_flop(ar), "dit": step.images * forward_flop(step.dit)}
@@ -320,12 +338,15 @@ def plan(
 ) -> None:
     """Count and estimate a run. UserError as `model_layout` and `count_trained`, for a device or
     number format that is not there, and for a run that its machine cannot hold."""
-    model, machine, processes = config.model, config.training.machine, process_count()
+    model = config.model
+    machine = config.training.machine
+    processes = process_count()
     here = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
     if machine:
         count, gpu = read_machine(machine)
         processes = count if processes == 1 else processes
-        device, place = torch.device("cuda"), f"each of {machine}"
+        device = torch.device("cuda")
+        place = f"each of {machine}"
     else:
         gpu = next((name for name in GPUS if name in here), "H100")
         device = pick_device(model.device)
@@ -336,8 +357,7 @@ def plan(
     step = Step(config, layout, longest_prompt(config, dataset, heldout), dtype, processes)
     total = sum(numbers_in(part["shapes"]) for part in layout.values())
     trained = ", ".join(f"{half} {n:,}" for half, n in step.trained.items())
-    adapters = f" (LoRA of rank {model.lora_rank})" if model.lora else ""
-    say("model", f"{model.name}: {total:,} numbers in {dtype}, of which train: {trained}{adapters}")
+    say("model", f"{model.name}: {total:,} numbers in {dtype}, of which train: {trained}")
     work = count_work(config, len(dataset), len(heldout))
     say("work", ", ".join(f"{number:,} {what}" for what, number in work.items() if number))
     memory = estimate_memory(step)
@@ -361,7 +381,6 @@ def plan(
         say(
             "time",
             f"about {sum(seconds.values()) / 60:.1f} min per step on {gpu} GPUs ({phases}), "
-            f"calculated for {FLOP_REACHED:.0%} of the peak FLOP and {BANDWIDTH_REACHED:.0%} of "
-            "the bandwidth; not counted: decoding, rewards, evaluations. To measure: python -m "
+            "calculated; not counted: decoding, rewards, evaluations. To measure: python -m "
             "glm_grpo.bench --full-size",
         )
