@@ -34,7 +34,7 @@ def test_few_prompts_are_called_training_prompts_everywhere(folder, capsys):
     out = run(folder)
     console = capsys.readouterr().out
     assert "3 training prompts" in console and "none held out" in console
-    assert "held-out" not in console and "reward on training prompts" in console
+    assert "held-out" not in console and " training prompts, " in console
     found = read_json(out / "eval.json")
     assert [found[name]["prompts_are_held_out"] for name in ("before", "after")] == [False] * 2
     assert "No prompts were held out" in (out / "page.html").read_text(encoding="utf-8")
@@ -44,7 +44,7 @@ def test_a_tenth_is_split_off_and_stays_when_the_run_goes_on(twenty, capsys):
     out = run(twenty)
     console = capsys.readouterr().out
     assert "18 training prompts" in console
-    assert "2 held out of the same file (seed 0)" in console and "held-out reward" in console
+    assert "2 held out of the same file (seed 0)" in console and "held-out prompts" in console
     first = read_json(out / "eval.json")["after"]
     assert first["prompts_are_held_out"] is True
     training, held_out = split_off(T2IDataset(twenty / "prompts.txt"))

@@ -75,3 +75,17 @@ def test_a_matched_image_is_learnt_without_guidance(published):
     assert matched_seconds["denoising"] == seconds["denoising"]
     kept, matched_kept = (estimate_memory(step)["activations"] for step in steps)
     assert matched_kept == kept // 2
+
+
+def test_entropies_and_the_slow_copy_take_a_forward_pass_each(published):
+    "An update of one optimizer step scores with gradient, which is two passes with adapters."
+    words = "--rollout.token_batch_size 32 --rollout.dit_objective matching".split()
+    more = {
+        "ar": ["--reward.grpo.entropy_share", "0.2"],
+        "dit": ["--reward.grpo.dit_pull_slow", "0.1", "--training.slow_copy_decay", "0.3"],
+    }
+    for half, extra in more.items():
+        config = [*words, "--model.component", half]
+        steps = [Step(parse_args(given), published) for given in (config, [*config, *extra])]
+        plain, longer = (step_seconds(step, GPUS["H100"])["update"] for step in steps)
+        assert longer == pytest.approx(plain * 3 / 2)

@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 from html.parser import HTMLParser
+from types import SimpleNamespace
 
 import pytest
 from PIL import Image
@@ -199,15 +200,20 @@ def test_the_curves_of_the_steps_and_of_the_evaluations(write, steps, evaluation
 def test_a_run_writes_its_steps_and_its_agreement_into_the_page(tmp_path):
     lines = [json.dumps(line) for line in lines_of(5)]
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
-    watch = PeriodicEvaluation(tmp_path / "eval_history.jsonl", None)
-    watch.agreement = BAD
-    before, after = result(0, prompts=1), result(1, prompts=1)
-    write_results(tmp_path, before, after, watch, Config())
+    run = SimpleNamespace(
+        out=tmp_path,
+        before=result(0, prompts=1),
+        after=result(1, prompts=1),
+        watch=PeriodicEvaluation(tmp_path / "eval_history.jsonl", None),
+        trainer=SimpleNamespace(agreement=BAD),
+        config=Config(),
+    )
+    write_results(run)
     seen = Reader(tmp_path / "page.html")
     assert "Sampling and scoring disagree" in seen.texts and "steps" in seen.texts
     assert "5 of 28, 0.0 minutes" in seen.texts and "data/tiny-glm-image" in seen.text
-    watch.history = []
-    write_results(tmp_path, before, None, watch, Config())  # interrupted before another evaluation
+    run.after = None  # interrupted before another evaluation
+    write_results(run)
     assert "interrupted" in Reader(tmp_path / "page.html").text
 
 

@@ -82,14 +82,14 @@ def test_what_a_checkpoint_does_not_fit_is_refused_with_a_list(run, began, tmp_p
     for part in (
         "lora_rank 16, not 4",
         "lora_alpha 32.0, not 8.0",
-        "batch size 1, not 2",
+        "batch_size 1, not 2",
         "seed 0, not 5",
     ):
         assert part in told.err
     assert f"model.lora_rank: 16 in the run, 4 in {file}" in told.out
     words = ["--num_steps", 2, "--data.prompts_file", began / "one.txt"]
     assert main("--trust_run_code", "--resume", run, *words, *dry) == 2
-    assert f"{began}/one.txt: the checkpoint was made with" in capsys.readouterr().err
+    assert f"number of prompts {len(PROMPTS)}, not 1" in capsys.readouterr().err
     assert contents(run) == before
 
 

@@ -70,7 +70,7 @@ def test_a_signal_in_the_evaluation_before(folder, capsys, monkeypatch):
     last = out.strip().splitlines()[-1]
     saved = run / "checkpoints/checkpoint_interrupt"
     assert last.split() == [
-        *("stopped before the first step, saved; continue with: python -m glm_grpo.train".split()),
+        *("stopped after step 0, saved; continue with: python -m glm_grpo.train".split()),
         *("--resume", str(saved), "--trust_run_code"),
     ]
     assert "Traceback" not in err and step_of(saved) == 0
@@ -109,6 +109,6 @@ def test_a_signal_while_results_are_written(folder, capsys, monkeypatch):
     words = small(folder, "--num_steps", 1, "--training.trackers", "null", "--output_dir", run)
     assert main(*words, "--training.eval_samples", 1) == 143
     last = capsys.readouterr().out.strip().splitlines()[-1]
-    assert "training was done; evaluate it with: python -m glm_grpo.evaluate" in last
+    assert "continue with: python -m glm_grpo.evaluate" in last
     assert (run / "reward_curve.png").is_file() and os.listdir(run / "checkpoints")
     assert "1 of 1" in (run / "page.html").read_text(encoding="utf-8")

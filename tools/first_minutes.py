@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from glm_grpo.bench.program import numbered, own_random_numbers, seconds_of
+from glm_grpo.bench.program import numbered, seconds_of
 from glm_grpo.maths.noise import named_uniforms
 from glm_grpo.model.decode_step import CudaGraphs, recorder_for
 from glm_grpo.model.loading import pick_device
@@ -192,7 +192,8 @@ def deepen(ar: torch.nn.Module) -> torch.nn.Module:
     text.num_attention_heads = 512 * text.num_attention_heads // text.hidden_size
     text.num_key_value_heads = text.num_attention_heads // 4
     text.num_hidden_layers, text.hidden_size, text.intermediate_size = 40, 512, 1536
-    with own_random_numbers():
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
         deep = type(ar)(config).to(ar.device, ar.dtype).eval()
     deep.lm_head.weight.data *= 3 / (text.initializer_range * 512**0.5)
     return deep

@@ -83,12 +83,12 @@ def compare_evaluations(
     kinds["diversity"] = "diversity"
     reward = paired_difference(before["rewards"], after["rewards"])
     changes = [Change("reward", "reward", *reward, trained=True)]
-    earlier, later = before.get("values", {}), after.get("values", {})
+    earlier = before.get("values", {})
+    later = after.get("values", {})
     for name, kind in kinds.items():
         if name in earlier and name in later:
             paired = paired_difference(earlier[name], later[name])
-            is_trained = kind == "metrics" and name in trained
-            changes.append(Change(kind, name, *paired, trained=is_trained))
+            changes.append(Change(kind, name, *paired, trained=name in trained))
     return changes
 
 # %% ../../nbs/6_run/06_alarms.ipynb #n010
@@ -98,7 +98,8 @@ def noise_limit(
 ) -> float:  # in standard errors
     """What noise exceeds with probability 0.1 / watched: a quantile of Student's t with
     prompts - 1 degrees of freedom, by the formula of Gaver and Kafadar."""
-    z, n = NormalDist().inv_cdf(1 - 0.1 / watched), prompts - 1
+    z = NormalDist().inv_cdf(1 - 0.1 / watched)
+    n = prompts - 1
     return math.sqrt(n * math.expm1(z**2 * (n - 1.5) / (n - 1) ** 2))
 
 
@@ -168,23 +169,21 @@ def reward_hacking_alarm(
     a statistic by 25 % up or down, diversity by 25 % down. Pure noise warns in about one run of
     twenty.
     """
-    judged, messages = EvaluationHistory(history, trained), []
+    judged = EvaluationHistory(history, trained)
     if not history or not judged.alarms[-1]:
         return []
-    steps, good = judged.steps, judged.last_good()
+    steps = judged.steps
+    good = judged.last_good()
+    messages = []
+    reward = judged.changes[-1]["reward"]
     stop = f"or stop at step {steps[good]}, before that" if good else "and start again"
     for name in judged.alarms[-1]:
-        reward, change = judged.changes[-1]["reward"], judged.changes[-1][name]
-        share = f"{change.difference / abs(change.before):+.0%}, " if change.before else ""
-        subject, fix = f"the images' {name}", "Add a metric that sees it to"
-        if change.kind == "metrics":
-            subject, fix = f"{name}, which is not trained,", f"Give {name} a weight in"
+        change = judged.changes[-1][name]
         messages.append(
-            f"The trained reward rose from {reward.before:.3g} to {reward.after:.3g} "
-            f"(step {steps[0]} to {steps[-1]}) while {subject} "
-            f"{'rose' if change.difference > 0 else 'fell'} from {change.before:.3g} to "
-            f"{change.after:.3g} ({share}since step {steps[judged.gone_since(name)]}). "
-            f"{fix} reward.metrics, raise reward.grpo.beta, lower training.learning_rate, {stop}."
+            f"The trained reward rose from {reward.before:.3g} to {reward.after:.3g} while {name}, "
+            f"which is not trained, went from {change.before:.3g} to {change.after:.3g} (gone "
+            f"since step {steps[judged.gone_since(name)]}). Give a metric that sees it a weight in "
+            f"reward.metrics, raise reward.grpo.beta, lower training.learning_rate, {stop}."
         )
     return messages
 
@@ -203,10 +202,8 @@ def alarm_figure(
         if not (first.watched and first.before and len(changes) == len(history)):
             continue
         shares = [1 + change.difference / abs(change.before) for change in changes]
-        if name in alarms:
-            ax.plot(judged.steps, shares, lw=2, label=name)
-        else:
-            ax.plot(judged.steps, shares, color="0.7", lw=1, zorder=1)
+        style = {"lw": 2, "label": name} if name in alarms else {"lw": 1, "color": "0.7"}
+        ax.plot(judged.steps, shares, **style)
     if alarms:
         good = judged.steps[judged.last_good()]
         ax.axvline(good, color="0.5", ls="--", lw=1, label="last good step")

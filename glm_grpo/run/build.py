@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['open_dataset', 'open_data', 'describe_data', 'make_reward', 'each_reward', 'part_weights', 'other_metrics',
-           'check_prompts_fit', 'check_reward', 'load_model', 'load_on_ranks', 'make_trainer']
+           'check_prompts_fit', 'check_reward', 'lora_options', 'load_model', 'load_on_ranks', 'make_trainer']
 
 # %% ../../nbs/6_run/13_build.ipynb #n005
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -17,6 +17,7 @@ from ..data.loader import make_dataloader
 from ..data.prompts import SPLIT_SEED, I2IDataset, T2IDataset
 from ..data.prompts import collate, is_table, split_off
 from ..data.scenes import parse_prompt
+from ..model.adapters import LoraOptions, choose_lora
 from ..model.loading import download_model
 from ..model.wrapper import GLMImageWrapper
 from glm_grpo.rewards.calling import (
@@ -55,7 +56,8 @@ def open_dataset(
 ) -> T2IDataset:  # an I2IDataset in mode i2i
     """The dataset of a prompt file. Folders target_images and source_images beside it are written
     into the options that name none."""
-    data, i2i = config.data, config.training.mode == "i2i"
+    data = config.data
+    i2i = config.training.mode == "i2i"
     prompts = getattr(data, f"{kind}prompts_file")
     check_path(prompts)
     if not (i2i and is_table(bundled(prompts))):  # its rows name their images themselves
@@ -80,7 +82,8 @@ def open_data(config: Config) -> tuple[T2IDataset, T2IDataset]:  # training, eva
         default = "data/t2i/train/prompts.txt"
     data.prompts_file = data.prompts_file or default
     training = open_dataset(config)
-    real, name = bundled(data.prompts_file), Path(data.prompts_file)
+    real = bundled(data.prompts_file)
+    name = Path(data.prompts_file)
     beside = real.parent.parent / "heldout" / real.name
     if not data.eval_prompts_file and beside.exists() and not beside.samefile(real):
         data.eval_prompts_file = str(name.parent.parent / "heldout" / name.name)
@@ -110,9 +113,9 @@ def describe_data(config: Config, training: T2IDataset, heldout: T2IDataset) -> 
     line += f"{len(heldout)} held out "
     if data.eval_prompts_file is None:
         return f"{line}of the same file (seed {SPLIT_SEED})"
-    line += named(data.eval_prompts_file, heldout)
     twice = len({*training.keys()} & {*heldout.keys()})
-    return line + (f", of which {twice} are training prompts, too" if twice else "")
+    too = f", of which {twice} are training prompts, too" if twice else ""
+    return line + named(data.eval_prompts_file, heldout) + too
 
 # %% ../../nbs/6_run/13_build.ipynb #n012
 def make_reward(
@@ -120,7 +123,8 @@ def make_reward(
 ) -> Callable | dict[str, Callable]:  # a dict where both policies have rewards of their own
     """The reward of a run. A weight of 0: measured and written down, not trained. What it is by
     default is written into the config."""
-    reward, brought = config.reward, brought_by_user(config)
+    reward = config.reward
+    brought = brought_by_user(config)
 
     def weighted(weights):
         parts = {name: make_metric(name, brought) for name in weights}
@@ -155,9 +159,11 @@ def other_metrics(
     reward: Callable | dict[str, Callable],
 ) -> tuple[dict[str, Callable], dict[str, str]]:  # made; name -> why it cannot be made
     "For evaluations: every metric that the reward lacks and that can be made."
-    brought, there = brought_by_user(config), part_weights(reward)
+    brought = brought_by_user(config)
+    there = part_weights(reward)
     lacking = {*BRING_WEIGHTS} - {*brought.models} - {*brought.remote}
-    made, failed = {}, {}
+    made = {}
+    failed = {}
     for name in dict.fromkeys([*METRICS, *brought.remote]):
         if name in there or name in lacking:
             continue
@@ -171,7 +177,8 @@ def other_metrics(
 def check_prompts_fit(reward: Callable, dataset: T2IDataset) -> None:
     """If the scene check is used, it must be able to read every prompt; if only text metrics are
     trained, every prompt must have a quoted text."""
-    parts, weights = getattr(reward, "parts", {}), getattr(reward, "weights", {})
+    parts = getattr(reward, "parts", {})
+    weights = getattr(reward, "weights", {})
     scene = next((part for part in parts.values() if type(part) is SceneCheck), None)
     trained = {name for name, weight in weights.items() if weight}
     text = trained and trained <= {"text", "text_exact"} and not isinstance(dataset, I2IDataset)
@@ -207,24 +214,30 @@ def check_reward(
             raise UserError(where_raised(e)) from e
 
 # %% ../../nbs/6_run/13_build.ipynb #n022
+def lora_options(config: Config) -> LoraOptions | None:
+    "The adapters of a run; None: all weights train."
+    model = config.model
+    given = {
+        "rank": model.lora_rank,
+        "alpha": model.lora_alpha,
+        "target_modules": model.lora_target_modules,
+        "dit_target_modules": model.dit_lora_target_modules,
+    }
+    return choose_lora(model.lora and given, ())
+
+
 def load_model(
     config: Config,
     device: str | torch.device | None = None,  # of this rank; None: model.device
 ) -> GLMImageWrapper:
     "The model of a run. UserError: the folder is not such a model, or the device is missing."
     model = config.model
-    lora = {
-        "rank": model.lora_rank,
-        "alpha": model.lora_alpha,
-        "target_modules": model.lora_target_modules,
-        "dit_target_modules": model.dit_lora_target_modules,
-    }
     return GLMImageWrapper(
         model.name,
         model.component,
         torch_dtype=model.torch_dtype,
         device=device or model.device,
-        lora=lora if model.lora else None,
+        lora=lora_options(config),
         seed=config.training.seed,
         gradient_checkpointing=model.gradient_checkpointing,
         offload=model.offload,
@@ -245,18 +258,17 @@ def make_trainer(
     model: GLMImageWrapper,
     dataset: T2IDataset,  # training prompts
     reward: Callable | dict,
-    out: str | Path,  # folder of the run
-    # more callbacks, of all ranks, called before the line is written
-    watch: Iterable[Callback] = (),
-    ranks: Ranks | None = None,  # only the first one writes
+    out: Path,  # folder of the run
+    watch: Callback,  # with the `history` of evaluations; called before the line is written
+    ranks: Ranks,  # only the first one writes
 ) -> MinimalGRPOTrainer:
     "The trainer of a run, with the callbacks that write its folder, in the order of their calls."
-    training, out, ranks, watch = config.training, Path(out), ranks or Ranks(), list(watch)
+    training = config.training
 
     def best():
         "Step of the best evaluation after the start."
-        found = [h for one in watch for h in getattr(one, "history", ()) if h["step"] > 0]
-        return max(found, key=lambda h: h["reward_mean"])["step"] if found else None
+        later = [line for line in watch.history if line["step"] > 0]
+        return max(later, key=lambda line: line["reward_mean"], default={}).get("step")
 
     saves = CheckpointCallback(
         out / "checkpoints",
@@ -268,14 +280,14 @@ def make_trainer(
     curves = training.log_interval, training.sample_interval, tracker_names(config)
     callbacks = [
         ImageStatistics(),
-        *watch,
+        watch,
         JsonlLogger(out / "metrics.jsonl"),
         TrackerLogger(out, *curves),
         saves,
         ProgressLines(training.log_interval),
     ]
     if not ranks.first:  # all ranks evaluate, and save weights that are spread over them
-        callbacks = [*watch, saves] if ranks.shards else watch
+        callbacks = [watch, saves] if ranks.shards else [watch]
     return MinimalGRPOTrainer(
         model,
         make_dataloader(dataset, training.batch_size, training.seed, ranks.rank, ranks.world),

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['LEVELS', 'NUMBERS', 'HELP', 'level_variances', 'variance_parts', 'group_numbers', 'advice', 'sample_trees',
-           'shares_figure', 'whole_number', 'tell', 'probe_command', 'main']
+           'probe_command', 'main']
 
 # %% ../../nbs/6_run/15_probe.ipynb #2a29bdbd
 import json
@@ -27,7 +27,6 @@ from .build import check_reward, each_reward, load_model, make_reward, open_data
 from .config import Config, check_config, image_height_width
 from .command_line import Words, parse_args, run_command
 from .evaluation import without_nan
-from ..training.figures import ShownFigure, save_figure
 from ..training.interrupts import STATUSES
 
 LEVELS = ("prompts", "previews", "large grids", "images")
@@ -37,14 +36,16 @@ def level_variances(
     rewards: Tensor,  # [R, Q, P, K, M] float64: R trees
 ) -> Tensor:  # [R, 4] float64: the variance that each of LEVELS adds
     "Unbiased estimates; a level with one member adds 0."
-    added, below = [], torch.zeros(len(rewards), dtype=rewards.dtype)
+    added = []
+    below = torch.zeros(len(rewards), dtype=rewards.dtype)
     means = rewards
     for size in reversed(rewards.shape[1:]):
         spread = below
         if size > 1:
             spread = means.var(-1).view(len(rewards), -1).mean(1)
         added.append(spread - below)
-        means, below = means.mean(-1), spread / size
+        means = means.mean(-1)
+        below = spread / size
     return torch.stack(added[::-1], 1)
 
 
@@ -88,15 +89,10 @@ def advice(
     numbers: dict[str, float],  # of `group_numbers`
 ) -> str:
     "What the numbers suggest, in one or two sentences."
-    if numbers["equal_tokens"] == numbers["equal_images"] == 1:
-        return (
-            "This reward cannot teach this model here: all images of a prompt get the same "
-            "reward. Take another reward or other prompts, or raise rollout.temperature."
-        )
     if numbers["equal_tokens"] > 0.9 and numbers["equal_images"] > 0.9:
         return (
-            "Nearly all groups get equal rewards, so this reward can teach little here. Take "
-            "another reward, prompts of another difficulty, or raise rollout.temperature."
+            "Nearly all groups get equal rewards, so this reward can teach little or nothing here. "
+            "Take another reward, prompts of another difficulty, or raise rollout.temperature."
         )
     images, error = parts["images"]
     if images - error > 0.5:
@@ -133,7 +129,8 @@ def sample_trees(
     numbers = range(min(num_prompts, len(dataset)))
     for i in tqdm(numbers, desc="probe", unit="prompt", disable=None):
         batch = collate([dataset[i]] * math.prod(shape))
-        prompts, sources = batch["prompts"], batch.get("source_images")
+        prompts = batch["prompts"]
+        sources = batch.get("source_images")
         requests = request_names(prompts[:1], sources and sources[:1])
         names = SampleNames.tree(config.training.seed, 0, requests, *shape)
         rollout = model.generate_with_tracking(
@@ -160,22 +157,6 @@ def sample_trees(
             trees[name] = rewards[scored]
     return trees
 
-# %% ../../nbs/6_run/15_probe.ipynb #122882f5
-def shares_figure(
-    found: dict[str, dict[str, tuple[float, float]]],  # reward or part -> of `variance_parts`
-) -> ShownFigure:
-    "The shares of the variance within a prompt, a bar for each reward."
-    figure = ShownFigure(figsize=(7, 0.8 + 0.45 * len(found)), layout="constrained")
-    axis, left = figure.subplots(), [0.0] * len(found)
-    for level in LEVELS[1:]:
-        shares = [max(0.0, parts[level][0]) for parts in found.values()]
-        axis.barh(list(found), shares, left=left, label=level, height=0.6)
-        left = [a + b for a, b in zip(left, shares)]
-    axis.invert_yaxis()
-    axis.set_xlabel("share of the variance within a prompt")
-    axis.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=3, frameon=False)
-    return figure
-
 # %% ../../nbs/6_run/15_probe.ipynb #d2bad32f
 NUMBERS = {"num_prompts": 16, "previews": 4, "grids": 2, "images": 2}  # options -> defaults
 HELP = """\
@@ -188,73 +169,56 @@ usage: python -m glm_grpo.probe [--num_prompts N] [--section.option VALUE ...]
 
 All options of python -m glm_grpo.train are options of this program, too. It samples
 num_prompts x previews x grids x images images, asks the reward of the run, prints what lies
-where, and writes probe.json and probe.png to output_dir (default outputs/probe).
+where, and writes probe.json to output_dir (default outputs/probe).
 """
-
-
-def whole_number(name: str, text: str | None) -> int:
-    "The value of an option of this program. UserError: fewer than two cannot be compared."
-    if text is None:
-        return NUMBERS[name]
-    if not text.isdecimal() or int(text) < 2:
-        raise UserError(f"--{name} {text}: give a whole number of at least 2.")
-    return int(text)
-
-
-def tell(
-    name: str,  # of the reward, or of one of its parts
-    rewards: Tensor,  # [Q, P, K, M]
-    parts: dict[str, tuple[float, float]],  # of `variance_parts`
-    numbers: dict[str, float],  # of `group_numbers`
-) -> None:
-    "Print what was found about one reward."
-    has_previews = rewards.shape[1] > 1
-    compared = "previews" if has_previews else "large grids"
-    print(
-        f"{name}, {len(rewards)} prompts: mean {numbers['mean']:.4f}, best of the {compared} "
-        f"{numbers['best']:.4f}"
-    )
-    print(
-        f"  equal rewards: {compared} of {numbers['equal_tokens']:.0%} of the prompts, images of "
-        f"{numbers['equal_images']:.0%} of the token samples"
-    )
-    for level, (share, error) in parts.items():
-        if has_previews or level != "previews":
-            of = "the variance" if level == "prompts" else "that within a prompt"
-            print(f"  between {level:12} {share:6.3f} +- {error:.3f} of {of}")
-    print(f"  {advice(parts, numbers)}")
 
 
 def probe_command(argv: list[str]) -> int:
     "The program. UserError for what the user can fix."
     words = Words(argv)
+    options = {}
     if words.take("help"):
         print(HELP, STATUSES, sep="\n")
         return 0
-    options = {name: whole_number(name, words.take(name)) for name in NUMBERS}
+    for name, default in NUMBERS.items():
+        text = words.take(name) or str(default)
+        if not text.isdecimal() or int(text) < 2:  # one alone is compared with nothing
+            raise UserError(f"--{name} {text}: give a whole number of at least 2.")
+        options[name] = int(text)
     file = Path(words.take("output_dir") or "outputs/probe") / "probe.json"
     check_output_folder(file.parent, "--output_dir")
     config = parse_args(words)
     check_config(config, trains=False)
     config.model.component = "both"
     if config.training.mode == "i2i":
-        options["previews"], options["grids"] = 1, options["previews"] * options["grids"]
+        options["grids"] *= options["previews"]
+        options["previews"] = 1
     dataset, _ = open_data(config)
-    reward, size = make_reward(config), image_height_width(config)
+    reward = make_reward(config)
+    size = image_height_width(config)
     check_reward(reward, dataset, *size)
     model = load_model(config)
     check_prompt_lengths(model, dataset, *size)
     number, *shape = options.values()
-    record, found = {"options": options}, {}
+    record = {"options": options}
     for name, rewards in sample_trees(config, model, dataset, reward, number, shape).items():
-        found[name], numbers = variance_parts(rewards), group_numbers(rewards)
-        tell(name, rewards, found[name], numbers)
-        shares = dict(zip(LEVELS, without_nan(found[name].values())))
+        parts = variance_parts(rewards)
+        numbers = group_numbers(rewards)
+        print(
+            f"{name}, {len(rewards)} prompts: mean {numbers['mean']:.4f}, best of the token "
+            f"samples {numbers['best']:.4f}\n  equal rewards: token samples of "
+            f"{numbers['equal_tokens']:.0%} of the prompts, images of "
+            f"{numbers['equal_images']:.0%} of the token samples"
+        )
+        for level, (share, error) in parts.items():
+            of = "the variance" if level == "prompts" else "that within a prompt"
+            print(f"  between {level:12} {share:6.3f} +- {error:.3f} of {of}")
+        print(f"  {advice(parts, numbers)}")
+        shares = dict(zip(LEVELS, without_nan(parts.values())))
         record[name] = {"shares": shares, **numbers, "rewards": rewards.tolist()}
     with atomic_write(file) as f:
         json.dump(record, f)
-    save_figure(shares_figure(found), figure := file.with_name("probe.png"))
-    print(f"written: {file}, {figure}")
+    print(f"written: {file}")
     return 0
 
 
