@@ -286,10 +286,10 @@ def test_images_follow_their_prompts_when_some_are_held_out(tmp_path):
 @pytest.mark.parametrize(
     "names, message",
     [
-        (["0.png", "1.png", "2.png", "3.png"], "4 images for 3 prompts, 3.png has no line"),
-        (["0.png", "1.png", "2.png", "0.jpg"], "0.jpg has no line of its own"),
-        (["cat.png", "dog.png", "bird.png"], "none for line 1 ('a red disc'); bird.png has"),
-        (["1.png", "2.png"], "numbered 1 to 3"),
+        (["0.png", "1.png", "2.png", "3.png"], "4 images for 3 prompts; without a partner: 3.png"),
+        (["0.png", "1.png", "2.png", "0.jpg"], "without a partner: 0."),
+        (["cat.png", "dog.png", "bird.png"], "without a partner: line 1, line 2, line 3"),
+        (["1.png", "2.png"], "line 3"),
     ],
 )
 def test_images_that_do_not_match_are_refused(tmp_path, names, message):

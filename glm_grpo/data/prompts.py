@@ -443,16 +443,15 @@ def as_batch(
     # images or None, metadata list[dict] or None, and what else it has
     """A batch in the form that the trainer needs. UserError: it is not a dict, it has no prompts,
     or the numbers of prompts and images differ."""
-    found = batch if isinstance(batch, dict) else {}
-    found = {BATCH_NAMES.get(name, name): value for name, value in found.items()}
+    given = batch if isinstance(batch, dict) else {}
+    found = {BATCH_NAMES.get(name, name): value for name, value in given.items()}
     prompts = found.get("prompts") or []
     prompts = [prompts] if isinstance(prompts, str) else list(prompts)
     if not prompts or not all(isinstance(prompt, str) for prompt in prompts):
         raise UserError(
-            f"a batch must be a dict with 'prompts', a list of strings, and perhaps target_images, "
-            f"source_images and metadata; this {type(batch).__name__} has "
-            f"{', '.join(map(str, found)) or 'no names'}. Check what the train_dataloader "
-            "returns, or use T2IDataset or I2IDataset."
+            "a batch of the train_dataloader must be a dict with 'prompts', a list of strings, and "
+            f"perhaps target_images, source_images and metadata; this one has {[*found]}. "
+            "T2IDataset and I2IDataset make such batches."
         )
     targets, metadata = found.get("target_images"), found.get("metadata")
     if isinstance(targets, (list, tuple)):
@@ -468,12 +467,8 @@ def as_batch(
     found |= {"prompts": prompts, "target_images": targets, "metadata": metadata}
     found["source_images"] = source_lists(found.get("source_images"))
     for name in ("target_images", "source_images"):
-        images = found[name]
-        if images is not None and len(images) != len(prompts):
-            raise UserError(
-                f"a batch has {len(prompts)} prompts and {len(images)} {name}. Give it one per "
-                "prompt."
-            )
+        if found[name] is not None and len(found[name]) != len(prompts):
+            raise UserError(f"a batch must have as many {name} as prompts, {len(prompts)} here.")
     return found
 
 
@@ -496,15 +491,12 @@ def split_off(
 ) -> tuple[T2IDataset, T2IDataset]:  # to train on, held out
     """Hold out a tenth of the different prompts, at least 2 and at most 100. The choice depends
     only on the prompts. With fewer than 10 different prompts, both parts are the whole dataset."""
-
-    def number(key):
-        return hashlib.sha256(f"{SPLIT_SEED}|held-out|{key}".encode()).digest()
-
     keys = dataset.keys()
-    order = sorted(set(keys), key=number)
+    seeded = {key: hashlib.sha256(f"{SPLIT_SEED}|held-out|{key}".encode()).digest() for key in keys}
+    order = sorted(seeded, key=seeded.get)
     if len(order) < _FEWEST:
         return dataset, dataset
-    chosen = set(order[: min(100, max(2, len(order) // 10))])
+    chosen = order[: min(100, max(2, len(order) // 10))]
     held = [i for i, key in enumerate(keys) if key in chosen]
     others = [i for i, key in enumerate(keys) if key not in chosen]
     return dataset.subset(others), dataset.subset(held)

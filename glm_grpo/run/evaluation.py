@@ -417,7 +417,7 @@ def evaluate_command(argv: list[str]) -> int:
     if other and not given:
         raise UserError("--baseline is compared with a checkpoint. Add --checkpoint FOLDER.")
     if out:
-        check_output_folder(out, "--output_dir")
+        check_output_folder(out)
         if (Path(out) / "config.yaml").exists():
             raise UserError(
                 f"--output_dir {out}: it holds a run, whose own eval.json and page.html would be "

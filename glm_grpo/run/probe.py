@@ -233,7 +233,7 @@ def probe_command(argv: list[str]) -> int:
         return 0
     options = {name: whole_number(name, words.take(name)) for name in NUMBERS}
     file = Path(words.take("output_dir") or "outputs/probe") / "probe.json"
-    check_output_folder(file.parent, "--output_dir")
+    check_output_folder(file.parent)
     config = parse_args(words)
     check_config(config, trains=False)
     config.model.component = "both"

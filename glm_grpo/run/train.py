@@ -219,11 +219,11 @@ def check_folder(
 ) -> None:
     "UserError: the folder of the run cannot be written, or holds another run."
     out = Path(output_dir or "outputs")
-    check_output_folder(out, "--output_dir")
+    check_output_folder(out)
     if not output_dir:
         return
     for name in ("logs", "samples", "checkpoints"):
-        check_output_folder(out / name, "--output_dir")
+        check_output_folder(out / name)
     names = ("config.yaml", "metrics.jsonl", "checkpoints", "eval.json", "page.html")
     there = [name for name in names if (out / name).exists()]
     there += ["samples"] if any(out.glob("samples/*")) else []
