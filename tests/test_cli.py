@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import typing
 from pathlib import Path
 
 import pytest
@@ -148,6 +149,9 @@ def test_help_all_describes_every_option(capsys):
     for name, option in list_options(Config).items():
         assert f"--{name}" in text, name
         assert "".join(option.metadata["help"].split()) in text, name
+        for kind in (option.type, *typing.get_args(option.type)):
+            choices = typing.get_args(kind) if typing.get_origin(kind) is typing.Literal else ()
+            assert all(choice in option.metadata["help"] for choice in choices), name
     assert all(f"--{short}" in text for short in SHORT)
 
 

@@ -82,14 +82,12 @@ def _check_record(record, where):
     if not isinstance(record, dict):
         raise UserError(f'{where}: write a JSON object, like {{"prompt": "a cat"}}.')
     for key, value in record.items():
-        if key not in _KEY_TYPES:
-            raise UserError(
-                f"{where}: unknown key '{key[:100]}'. Known are {', '.join(_KEY_TYPES)}; "
-                "put other values into metadata."
-            )
         values = value if key == "source" and isinstance(value, list) else [value]
-        if not all(isinstance(one, _KEY_TYPES[key]) for one in values):
-            raise UserError(f"{where}: '{key}' cannot be {shown(value)}.")
+        if not all(isinstance(one, _KEY_TYPES.get(key, ())) for one in values):
+            raise UserError(
+                f"{where}: '{key[:100]}' cannot be {shown(value)}. The keys are prompt, target and "
+                "source, which are texts, and metadata, an object that holds all other values."
+            )
     if not record.get("prompt", "").strip():
         raise UserError(f"{where}: no prompt. Give it a key 'prompt' with some text.")
 
@@ -123,24 +121,24 @@ _COLUMNS = {  # the name of a column -> key, the preferred names first
 def _table_records(rows, path):
     """The rows of a table as records, and notes on how its columns were read. UserError: no row,
     or no column has the prompts."""
-    first = rows[0] if rows else {}
-    names, columns, records = {name.strip().lower(): name for name in first}, {}, []
+    first, columns, records = rows[0] if rows else {}, {}, []  # columns: key -> its column
+    names = {name.strip().lower(): name for name in first}
     for name, key in _COLUMNS.items():
-        column = names.get(name)
         # a URL or a number is not a target image
-        known = column is not None and (name != "image" or isinstance(first[column], PackedImage))
-        if known and key not in columns.values():
-            columns[column] = key
-    if "prompt" not in columns.values():
+        if name in names and (name != "image" or isinstance(first[names[name]], PackedImage)):
+            columns.setdefault(key, names[name])
+    if "prompt" not in columns:
         raise UserError(
             f"{path}: no row, or no column 'prompt', 'text' or 'caption'. The columns are "
-            f"{', '.join(first) or 'unknown'}. Rename the one with the prompts."
+            f"{', '.join(first)}. Rename the one with the prompts."
         )
+    keys = {column: key for key, column in columns.items()}
     for number, row in enumerate(rows, 1):
         record, others = {}, {}
         for column, value in row.items():
-            key = columns.get(column)
-            if key in ("source", "metadata") and isinstance(value, str) and value[:1] in ("[", "{"):
+            key = keys.get(column)
+            is_json = isinstance(value, str) and value.startswith(("[", "{"))
+            if is_json and key in ("source", "metadata"):
                 value = _parse_json(value, f"{path}, row {number}, {key}")
             if key and value not in (None, ""):
                 record[key] = value
@@ -150,7 +148,7 @@ def _table_records(rows, path):
             others = json.loads(json.dumps(others, default=str))  # a date becomes a string
             record["metadata"] = others | record.get("metadata", {})
         records.append(record)
-    return records, [f"column '{name}' as {key}" for name, key in columns.items() if name != key]
+    return records, [f"column '{name}' as {key}" for name, key in keys.items() if name != key]
 
 # %% ../../nbs/2_data/04_prompts.ipynb #c75726f
 def _read_csv(path):
@@ -230,8 +228,8 @@ def is_table(
 def read_rows(
     path: str | Path,  # .txt, .jsonl, .csv, .tsv, .parquet, or the folder of a dataset
 ) -> tuple[list[dict], list[str], list[str]]:
-    # N records with "prompt", perhaps "target", "source", "metadata"; N places ("line 3", "row 3");
-    # notes on how the columns were read
+    # N records with "prompt", perhaps "target", "source", "metadata"; N places, like
+    # "prompts.txt, line 3"; notes on how the columns were read
     "The prompts of a file or folder. UserError names the line or row."
     path, place, notes = bundled(path), "row", []
     suffix = path.suffix.lower()
@@ -248,11 +246,11 @@ def read_rows(
         place, lines = "line", read_lines(path)
         is_json = suffix == ".jsonl"
         records = _json_lines(lines, path) if is_json else [{"prompt": line} for line in lines]
-    places = [f"{place} {number}" for number in range(1, len(records) + 1)]
+    places = [f"{path}, {place} {number}" for number in range(1, len(records) + 1)]
     for i, record in enumerate(records):
         if isinstance(record, dict) and "include" in record:  # GenEval's form
             records[i] = {"prompt": record.pop("prompt", ""), "metadata": record}
-        _check_record(records[i], f"{path}, {places[i]}")
+        _check_record(records[i], places[i])
     return records, places, notes
 
 # %% ../../nbs/2_data/04_prompts.ipynb #ca07371
@@ -266,8 +264,8 @@ def read_records(
         is_dict = isinstance(record, dict)
         if not is_dict or any(type(record.get(key)) is not needed[key] for key in needed):
             raise UserError(
-                f"{path}, line {number}: not a JSON object with {', '.join(needed)}. Delete this "
-                "line, or move the file out of the run's folder."
+                f"{path}, line {number}: not a JSON object with {[*needed]}. Delete this line, or "
+                "move the file out of the run's folder."
             )
     return records
 
@@ -302,19 +300,17 @@ class T2IDataset:
         self.prompts = [record["prompt"] for record in self.records]
         found = self._find("target", target_images_dir)
         self.targets = found and [paths[0] for paths in found]
-        sizes = [load_image(path).size for path in self.targets or []]
-        odd = [i for i, size in enumerate(sizes) if size != sizes[0]]
-        if odd and self.image_size is None:
+        sizes = {load_image(path).size for path in self.targets or []}
+        if len(sizes) > 1 and self.image_size is None:
             raise UserError(
-                f"{self.targets[odd[0]]}: {sizes[odd[0]]} pixels (width, height), and others have "
-                f"{sizes[0]}. Set data.image_size: all are then cropped to one size."
+                f"{self.prompts_file}: its target images have sizes (width, height) like "
+                f"{sorted(sizes)[:3]}. Set data.image_size: all are then cropped to one size."
             )
 
     def _find(self, key, images_dir):
         "A list of images per record, under 'target' or 'source'; None: there are no images."
         images_dir = images_dir and bundled(images_dir)
-        named = [key in record for record in self.records]
-        if not any(named):
+        if not any(key in record for record in self.records):
             return images_dir and [[path] for path in match_images(images_dir, self.prompts)]
         file = self.prompts_file
         base = images_dir or (file if file.is_dir() else file.parent)
@@ -352,7 +348,7 @@ class T2IDataset:
         index: int,  # of an item
     ) -> str:  # "prompts.txt, line 3"
         "The file and line of a prompt, for messages."
-        return f"{self.prompts_file}, {self.places[index]}"
+        return self.places[index]
 
     def keys(self) -> list[str]:  # one per prompt; equal where prompt and sources are equal
         "A key for each prompt; for edits it includes the names of the sources."
@@ -374,11 +370,8 @@ class T2IDataset:
         return part
 
     def __repr__(self):
-        targets = "with" if self.targets else "no"
-        return (
-            f"{type(self).__name__}({len(self)} prompts from {self.prompts_file.name}, "
-            f"{targets} targets, image_size={self.image_size})"
-        )
+        name = f"{type(self).__name__}({len(self)} prompts from {self.prompts_file.name}"
+        return f"{name}, targets: {bool(self.targets)}, image_size: {self.image_size})"
 
 # %% ../../nbs/2_data/04_prompts.ipynb #n036
 class I2IDataset(T2IDataset):

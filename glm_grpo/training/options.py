@@ -188,8 +188,8 @@ class ClipOptions:
     )
     loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "reinforce"] = option(
         "grpo",
-        "how the losses of the decisions are clipped and averaged; the names are those of TRL, "
-        "see nbs/1_maths/03_loss.ipynb; reinforce: no ratio",
+        "how the losses of the decisions are clipped and averaged: grpo, bnpo, dr_grpo, dapo, "
+        "cispo or sapo, as in TRL, or reinforce, which has no ratio; see nbs/1_maths/03_loss.ipynb",
     )
     importance_sampling_level: Literal["token", "sequence", "sequence_token"] = option(
         "token",
