@@ -65,7 +65,7 @@ def test_every_number_text_and_choice_is_checked():
 
 
 SLIPS = {  # words -> a part of the message
-    "--reward.grpo.group_size 1": "a group needs at least 2. Start with 8",
+    "--reward.grpo.group_size 1": "reward.grpo.group_size 1: must be at least 2",
     "--reward.grpo.beta 0.1 --model.lora false": "needs model.lora true",
     "--data.image_size 100": "The nearest that works is 96",
     "--reward.metrics.edit 1": "edit judges edits",
@@ -90,7 +90,7 @@ SLIPS = {  # words -> a part of the message
 
 
 def problems(line):
-    return refusal(check_config, parse_args(shlex.split(line)))
+    return refusal(lambda: check_config(parse_args(shlex.split(line))))
 
 
 @pytest.mark.parametrize(("line", "part"), SLIPS.items())

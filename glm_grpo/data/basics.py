@@ -232,13 +232,12 @@ def option_value(
 
 def refuse(
     problems: list[str],  # sentences
-    where: str = "",  # before the problems, like "run.yaml: "
 ) -> None:
     "UserError with all problems, if there are any; several as a list."
     if len(problems) == 1:
-        raise UserError(where + problems[0])
+        raise UserError(problems[0])
     if problems:
-        raise UserError("\n  - ".join([f"{where}{len(problems)} problems:", *problems]))
+        raise UserError("\n  - ".join([f"{len(problems)} problems:", *problems]))
 
 
 def check_options(
@@ -257,22 +256,22 @@ def check_options(
 def read_entries(
     file: str | Path,
     whole: Collection[str] = (),  # options whose value may be a mapping, like reward.metrics
-) -> tuple[list[tuple[str, Any, int]], list[tuple[int, str]]]:
-    # in order: (full name, value, line); (line, problem)
+) -> tuple[list[tuple[str, Any, str]], list[str]]:
+    # in order: full name, value, and its place, like "run.yaml, line 3: "; problems
     "The options in a YAML file, and problems. UserError: it is not a readable YAML mapping."
-    entries, problems, lines = [], [], {}
+    entries, problems, names = [], [], set()
 
     def walk(section, prefix=""):
         for key, node in section.value:
-            name, line = f"{prefix}{key.value}", key.start_mark.line + 1
-            if name in lines:
-                problems.append((line, f"{name} is also on line {lines[name]}. Keep one."))
+            name, where = f"{prefix}{key.value}", f"{file}, line {key.start_mark.line + 1}: "
+            if name in names:
+                problems.append(f"{where}{name} is there twice. Keep one.")
                 continue
-            lines[name] = line
+            names.add(name)
             if isinstance(node, yaml.MappingNode) and name not in whole:
                 walk(node, f"{name}.")
             else:
-                entries.append((name, loader.construct_object(node, deep=True), line))
+                entries.append((name, loader.construct_object(node, deep=True), where))
 
     example = "Write sections and options, like 'training: {max_steps: 10}'; configs/ has examples."
     try:
@@ -289,6 +288,6 @@ def read_entries(
         at = f", line {mark.line + 1}" if mark else ""
         reason = getattr(e, "problem", None) or str(e).splitlines()[0]
         raise UserError(f"{file}{at}: not valid YAML ({reason}). {example}") from None
-    if not lines:
+    if not names:
         raise UserError(f"{file}: no options in it. {example}")
     return entries, problems

@@ -440,7 +440,7 @@ def as_batch(
     found = {BATCH_NAMES.get(name, name): value for name, value in given.items()}
     prompts = found.get("prompts") or []
     prompts = [prompts] if isinstance(prompts, str) else list(prompts)
-    if not prompts or not all(isinstance(prompt, str) for prompt in prompts):
+    if not prompts:
         raise UserError(
             "a batch of the train_dataloader must be a dict with 'prompts', a list of strings, and "
             f"perhaps target_images, source_images and metadata; this one has {[*found]}. "

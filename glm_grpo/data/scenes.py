@@ -85,8 +85,7 @@ class Scene:
         if self.kind == "pair":
             what = f"a {name} left of a {self.objects[1]}"
         elif self.kind == "counted":
-            number = dict(zip(COUNTS.values(), COUNTS))[self.count]
-            what = f"{number} {plural(name)}"
+            what = f"{[*COUNTS][self.count - 2]} {plural(name)}"
         else:
             what = f"a {name} in the {self.place}"
         text = f"{what} on a {self.ground} ground"

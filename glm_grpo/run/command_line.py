@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['FLAGS', 'SHORT', 'SECTIONS', 'HELP', 'MORE', 'PLACE', 'BEGAN_WITH', 'Words', 'find_option', 'entry_of',
-           'metrics_help', 'help_all', 'option_parser', 'convert', 'build', 'read_words', 'read_options', 'code_of',
+           'metrics_help', 'help_all', 'option_parser', 'convert', 'build', 'read_values', 'read_options', 'code_of',
            'words_to_go_on', 'check_trust', 'print_note', 'name_file', 'changes_of', 'parse_args', 'run_command']
 
 # %% ../../nbs/6_run/04_command_line.ipynb #c89e3e23f
@@ -17,7 +17,7 @@ import os
 import shlex
 import sys
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -197,18 +197,26 @@ def build(
     return config
 
 # %% ../../nbs/6_run/04_command_line.ipynb #c6d5b3b53
-def read_words(
-    words: dict[str, str],  # name -> value, as they are typed
-) -> tuple[dict[str, Any], list[str]]:  # full name -> value; what was translated
-    "UserError: no such option, or a value of a wrong type."
-    values, notes = {}, []
-    for typed, text in words.items():
-        name, value, note = translate(SHORT.get(typed, typed), text)
-        notes += [f"--{note}"] if note else []
+def read_values(
+    entries: Iterable[tuple[str, Any, str]],  # name, value, and what stands before its messages
+    problems: Iterable[str] = (),  # that are known already
+) -> tuple[dict[str, Any], list[str]]:  # full name -> value of the right type; what was translated
+    "What is typed, or stands in a file. UserError names all that is wrong with it."
+    values, notes, problems = {}, [], [*problems]
+    for old, given, where in entries:
+        name, value, note = translate(old, given)
+        notes += [where + note] if note else []
+        if value is None and (name in SECTIONS or name in GONE):
+            continue
         try:
+            if name in values:
+                raise UserError(f"{name} is set already, under another name. Keep one.")
             values[name] = convert(name, value)
+            if name in OPTIONS and (problem := problem_with(OPTIONS[name], values[name])):
+                raise UserError(f"{name} {shown(value)}: {problem}.")
         except UserError as e:
-            raise UserError(f"--{e}") from None
+            problems.append(f"{where}{e}")
+    refuse(problems)
     return values, notes
 
 
@@ -216,27 +224,11 @@ def read_options(
     file: str | Path,
 ) -> tuple[dict[str, Any], list[str]]:  # option -> value, of the right type; what was translated
     "A YAML file of options. UserError names all that is wrong with it, each with its line."
-    values, notes = {}, []
-    entries, problems = read_entries(file, OPTIONS)
-    for old, given, line in entries:
-        name, value, note = translate(old, given)
-        if old in GONE:
-            note = f"{old}: there is no such option any more, {GONE[old]}"
-        notes += [f"{file}, line {line}: {note}"] if note else []
-        if old in GONE or (name in SECTIONS and value is None):
-            continue
-        try:
-            if name in ("resume", "dry_run") and value:
-                raise UserError(f"{name} belongs to one call. Write --{name} on the command line.")
-            if name in values:
-                raise UserError(f"{name} is set already, under another name. Keep one.")
-            values[name] = convert(name, value)
-            if problem := problem_with(OPTIONS[name], values[name]):
-                raise UserError(f"{name} {shown(value)}: {problem}.")
-        except UserError as e:
-            problems.append((line, str(e)))
-    lines = [f"line {line}: {text}" for line, text in sorted(problems)]
-    refuse(lines, f"{file}: ")
+    values, notes = read_values(*read_entries(file, OPTIONS))
+    if values.get("resume") or values.get("dry_run"):
+        raise UserError(
+            f"{file}: resume and dry_run belong to one call. Write them as words of it."
+        )
     return values, notes
 
 # %% ../../nbs/6_run/04_command_line.ipynb #c4f4c6e1d
@@ -330,7 +322,8 @@ def parse_args(
     prints, trusted = words.take("print_config"), words.take("trust_run_code") == "true"
     file, resume, checkpoint = words.take("config"), words.take("resume"), None
     given, notes = read_options(file) if file else ({}, [])
-    typed, more = read_words(words)
+    full = {SHORT.get(name, name): value for name, value in words.items()}
+    typed, more = read_values((name, value, "--") for name, value in full.items())
     notes += more
     began, of_run, in_file = name_file(file) if file else "", {}, given
     if resume:

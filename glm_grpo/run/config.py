@@ -487,7 +487,7 @@ RENAMED = {  # last part of a name elsewhere -> the option here
     "dit_objective": "rollout.dit_objective",
     "device_map": "model.device",
 }
-GONE = {"training.loop_samples": "all samples of a step are compared now"}
+GONE = {"training.loop_samples": "there is no such option any more: all samples are compared"}
 MOVED = {  # values elsewhere -> here; None: images are found without a name
     "auto": None,
     "data/t2i/prompts.txt": "data/t2i/train/prompts.txt",
@@ -503,6 +503,8 @@ def translate(
     value: Any,
 ) -> tuple[str, Any, str]:  # today's name and value, and a note if they differ
     "An option of the first plan or of an older run as it is written here."
+    if name in GONE:
+        return name, None, f"{name}: {GONE[name]}"
     known = any(f"{name}.".startswith(f"{option}.") for option in OPTIONS)
     new_name = name if known else RENAMED.get(name.rpartition(".")[2], name)
     new = value

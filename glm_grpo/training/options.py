@@ -55,7 +55,7 @@ class OptimizerOptions:
         None,
         "decay of a moving average of the trained weights, 0.9 to 0.9999; evaluations use the "
         "average, and checkpoints hold it in the folder ema; null: no average",
-        lambda d: None if 0 < d < 1 else "give a number between 0 and 1, such as 0.99, or null",
+        above(0, 0.999999),
     )
     slow_copy_decay: float | None = option(
         None,
@@ -118,12 +118,7 @@ class GroupOptions:
         8,
         "samples per prompt, which are compared with each other (G in arXiv 2402.03300); a "
         "sample is an image, or a set of tokens if model.component is both",
-        lambda n: (
-            at_least(2, 10_000)(n)
-            if n >= 2
-            else "an image is compared with the others of its prompt, so a group needs at least 2. "
-            "Start with 8"
-        ),
+        at_least(2, 10_000),
     )
     images_per_sample: int = option(
         2,
