@@ -75,8 +75,8 @@ def test_states_and_batches_that_cannot_be_used_are_refused():
         assert "Use the same" in refusal(other.load_state_dict, state) and other.batches == 0
     for broken in ({"n": 10}, [1], state | {"batches": None}):
         assert "checkpoint" in refusal(loader(10, 4).load_state_dict, broken)
-    assert "at least 1" in refusal(loader, 0, 1) and "at least 1" in refusal(loader, 1, 0)
-    assert "multiple of 3" in refusal(loader, 10, 4, world=3)
+    for number, batch_size, world in ((0, 1, 1), (1, 0, 1), (10, 4, 3)):
+        assert "training.batch_size" in refusal(loader, number, batch_size, world=world)
     assert "no batches" in refusal(endless_batches, [])
 
 

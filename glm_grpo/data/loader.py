@@ -37,14 +37,10 @@ class PromptLoader:
         self.batch_size, self.seed = batch_size, seed
         self.rank, self.world = rank, world
         self.batches = 0  # returned so far
-        if self.n < 1 or batch_size < 1:
+        if self.n < 1 or batch_size < 1 or batch_size % world:
             raise UserError(
-                f"a batch of {batch_size} out of {self.n} prompts: both must be at least 1."
-            )
-        if batch_size % world:
-            raise UserError(
-                f"training.batch_size {batch_size}: the prompts of a step are split evenly over "
-                f"the processes. Make it a multiple of {world}."
+                f"a batch of {batch_size} of {self.n} prompts cannot be split over the processes. "
+                f"Give prompts, and make training.batch_size a multiple of {world}."
             )
 
     def order(

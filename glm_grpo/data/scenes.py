@@ -34,8 +34,7 @@ class Drawings:
         for row, hand in enumerate(self.hands):
             for column, name in enumerate(self.objects):
                 left, top = column * size, row * size
-                box = (left, top, left + size, top + size)
-                self.sprites[name, hand] = sheet.crop(box)
+                self.sprites[name, hand] = sheet.crop((left, top, left + size, top + size))
 
 # %% ../../nbs/2_data/08_scenes.ipynb #n012
 SIDE = 128  # pixels of the image

@@ -325,15 +325,14 @@ def parse_args(
     full = {SHORT.get(name, name): value for name, value in words.items()}
     typed, more = read_values((name, value, "--") for name, value in full.items())
     notes += more
-    began, of_run, in_file = name_file(file) if file else "", {}, given
+    began, of_run, in_file, place = name_file(file) if file else "", {}, given, {}
     if resume:
         checkpoint = find_checkpoint(resume, typed.get(PLACE, given.get(PLACE)))
         run = run_folder(checkpoint)
     if run:
         of_run, more = read_options(run / "config.yaml")
         notes += more
-        of_run[PLACE] = str(run)  # also if it was moved
-        in_file = {name: value for name, value in given.items() if name != PLACE}
+        place = {PLACE: str(run)}  # also if it was moved, or the file names another
         lines = (run / "config.yaml").read_text(encoding="utf-8").splitlines()
         before = next((line for line in lines if line.startswith(BEGAN_WITH)), "")
         if before and before.rpartition(" ")[2] == began.rpartition(" ")[2]:  # the digests
@@ -343,7 +342,7 @@ def parse_args(
                 "the command line"
             )
         began = began or before
-    config = build(of_run, in_file, typed)
+    config = build(of_run, in_file, place, typed)
     layers = {f"in {run}": of_run, f"in {file}": in_file, "on the command line": typed}
     config.origins = {find_option(n): place for place, values in layers.items() for n in values}
     config.read_from, config.resume = began or None, checkpoint and str(checkpoint)
