@@ -198,7 +198,7 @@ LARGEST_SIDE = 4096  # pixels; the model was trained up to 2048
 
 def size_problem(size: int | list[int]) -> str | None:
     "What is wrong with an image size, or None. One token of the large grid is 32 x 32 pixels."
-    sides = (size, size) if isinstance(size, int) else size
+    sides = height_width(size)
     if len(sides) != 2:
         return "give one number, or [height, width]"
     for side in sides:
@@ -391,8 +391,7 @@ def reward_problems(config: Config) -> Iterator[str]:
     reward, brought = config.reward, brought_by_user(config)
     own, remote = brought.functions, brought.remote
     for name in sorted({*brought.models} - {*BRING_WEIGHTS}):
-        given = ", ".join(BRING_WEIGHTS)
-        yield f"reward.models.{name}: no such metric. Weights can be given for {given}."
+        yield f"reward.models.{name}: no such metric. Give weights for one of {[*BRING_WEIGHTS]}."
     for name in sorted({*own} & {*remote}):
         yield f"reward.remote.{name}: a function has this name. Rename one of them."
     if not (reward.use_advanced or own):  # the distance to the target image
@@ -438,8 +437,12 @@ def default_problems(
     "A large model needs options of its own."
     name, defaults = config.model.name, Config()
     needed = OF_THE_TINY_MODEL if trains else OF_THE_TINY_MODEL[:2]
-    same = [one for one in needed if option_value(config, one) == option_value(defaults, one)]
-    left = [one for one in same if one not in (config.origins or ())]
+    left = [
+        one
+        for one in needed
+        if option_value(config, one) == option_value(defaults, one)
+        and one not in (config.origins or ())
+    ]
     if left and is_large(name):
         hub = "" if Path(name).is_dir() else " (no folder, so an id of the hub)"
         yield (
