@@ -93,8 +93,8 @@ def find_option(
 HELP = """\
 usage: python -m glm_grpo.train [--config FILE] [--resume CHECKPOINT] [--OPTION VALUE ...]
 
-Train GLM-Image with GRPO. Without options, the small model of this package is trained on its own
-prompts, on any machine. These are the options to start with:
+Train GLM-Image with GRPO. Without options, the small model of this package is trained on the
+prompts in data/t2i, on any machine. The options to start with:
 
   --config FILE              a YAML file of options; the command line overrides it
   --resume CHECKPOINT        continue a run: its folder, one of its checkpoints, or latest
@@ -150,7 +150,7 @@ def metrics_help() -> str:
 
 def help_all() -> str:
     "The text of --help all: every option with its default, what to watch, statuses, metrics."
-    lines = [HELP, "all options, as in a YAML file:"]
+    lines = [HELP, "all options:"]
     for name, option in OPTIONS.items():
         default = json.dumps(option.default).strip('"')
         lines.append(entry_of(f"--{name} (default: {default})", option.metadata["help"]))
@@ -226,9 +226,7 @@ def read_options(
     "A YAML file of options. UserError names all that is wrong with it, each with its line."
     values, notes = read_values(*read_entries(file, OPTIONS))
     if values.get("resume") or values.get("dry_run"):
-        raise UserError(
-            f"{file}: resume and dry_run belong to one call. Write them as words of it."
-        )
+        raise UserError(f"{file}: resume and dry_run belong on the command line.")
     return values, notes
 
 # %% ../../nbs/6_run/04_command_line.ipynb #c4f4c6e1d
@@ -312,12 +310,8 @@ def parse_args(
     type, code or servers that only the run names. SystemExit(0) after --help, --print_config."""
     words = argv if isinstance(argv, Words) else Words(argv)
     if asked := words.take("help"):
-        if asked == "all":
-            option_parser().print_help()
-        else:
-            print(
-                HELP, "--help all describes every option and metric, and what to watch.", sep="\n"
-            )
+        more = "--help all describes every option and metric, and what to watch."
+        print(help_all() if asked == "all" else f"{HELP}\n{more}")
         raise SystemExit(0)
     prints, trusted = words.take("print_config"), words.take("trust_run_code") == "true"
     file, resume, checkpoint = words.take("config"), words.take("resume"), None
@@ -344,7 +338,7 @@ def parse_args(
         began = began or before
     config = build(of_run, in_file, place, typed)
     layers = {f"in {run}": of_run, f"in {file}": in_file, "on the command line": typed}
-    config.origins = {find_option(n): place for place, values in layers.items() for n in values}
+    config.origins = {find_option(n): layer for layer, values in layers.items() for n in values}
     config.read_from, config.resume = began or None, checkpoint and str(checkpoint)
     if run:
         check_trust(config, build(given, typed), run / "config.yaml", trusted)
