@@ -132,23 +132,22 @@ def _table_records(rows, path):
             f"{path}: no row, or no column 'prompt', 'text' or 'caption'. The columns are "
             f"{', '.join(first)}. Rename the one with the prompts."
         )
-    keys = {column: key for key, column in columns.items()}
     for number, row in enumerate(rows, 1):
-        record, others = {}, {}
-        for column, value in row.items():
-            key = keys.get(column)
-            is_json = isinstance(value, str) and value.startswith(("[", "{"))
-            if is_json and key in ("source", "metadata"):
-                value = _parse_json(value, f"{path}, row {number}, {key}")
-            if key and value not in (None, ""):
-                record[key] = value
-            elif not key and not isinstance(value, (bytes, PackedImage)):
-                others[column] = value
-        if others and isinstance(record.get("metadata", {}), dict):
+        record = {key: row[one] for key, one in columns.items() if row[one] not in (None, "")}
+        for key in ("source", "metadata"):
+            value = record.get(key)
+            if isinstance(value, str) and value.startswith(("[", "{")):
+                record[key] = _parse_json(value, f"{path}, row {number}, {key}")
+        others = {
+            column: value
+            for column, value in row.items()
+            if column not in columns.values() and not isinstance(value, (bytes, PackedImage))
+        }
+        if others and isinstance(record.setdefault("metadata", {}), dict):
             others = json.loads(json.dumps(others, default=str))  # a date becomes a string
-            record["metadata"] = others | record.get("metadata", {})
+            record["metadata"] = others | record["metadata"]
         records.append(record)
-    return records, [f"column '{name}' as {key}" for name, key in keys.items() if name != key]
+    return records, [f"column '{name}' as {key}" for key, name in columns.items() if name != key]
 
 # %% ../../nbs/2_data/04_prompts.ipynb #c75726f
 def _read_csv(path):
