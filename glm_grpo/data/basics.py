@@ -255,7 +255,7 @@ def check_options(
 # %% ../../nbs/2_data/00_basics.ipynb #cf2ed6d9d
 def read_entries(
     file: str | Path,
-    whole: Collection[str] = (),  # options whose value may be a mapping, like reward.metrics
+    whole: Collection[str],  # options whose value may be a mapping, like reward.metrics
 ) -> tuple[list[tuple[str, Any, str]], list[str]]:
     # in order: full name, value, and its place, like "run.yaml, line 3: "; problems
     "The options in a YAML file, and problems. UserError: it is not a readable YAML mapping."
@@ -279,15 +279,13 @@ def read_entries(
         top = loader.get_single_node()
         if isinstance(top, yaml.MappingNode):
             walk(top)
-    except (OSError, UnicodeDecodeError) as e:
-        raise UserError(f"{file}: cannot be read ({e}). Give a YAML file in UTF-8.") from None
-    except (yaml.YAMLError, ValueError, RecursionError) as e:
-        # ValueError: a number of thousands of digits; RecursionError: also an alias that names
-        # what contains it
+    except (OSError, yaml.YAMLError, ValueError, RecursionError) as e:
+        # ValueError: not UTF-8, or a number of thousands of digits; RecursionError: also an alias
+        # that names what contains it
         mark = getattr(e, "problem_mark", None)
         at = f", line {mark.line + 1}" if mark else ""
         reason = getattr(e, "problem", None) or str(e).splitlines()[0]
-        raise UserError(f"{file}{at}: not valid YAML ({reason}). {example}") from None
+        raise UserError(f"{file}{at}: cannot be read as YAML ({reason}). {example}") from None
     if not names:
         raise UserError(f"{file}: no options in it. {example}")
     return entries, problems

@@ -50,10 +50,10 @@ class Words(dict):
                     f"{word!r} belongs to no option. Options start with --; put a value with "
                     "spaces into quotes. See --help."
                 )
-            if not equals and name in FLAGS:
-                value = words.pop(0) if words[:1] in (["true"], ["false"], ["all"]) else "true"
-            elif not equals and words and not words[0].startswith("--"):
+            if not equals and words and not words[0].startswith("--"):
                 value = words.pop(0)
+            elif not equals and name in FLAGS:
+                value = "true"
             if not value.strip():
                 raise UserError(f"--{name}: a value is missing. Give one, or omit the option.")
             self[name] = value
