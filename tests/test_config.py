@@ -83,7 +83,7 @@ SLIPS = {  # words -> a part of the message
     "--reward.models.scene x": "reward.models.scene: no such metric",
     "--reward.grpo.delta 1.1": "reward.grpo.delta",
     "--reward.dit_metrics.beauty 1 --model.component both": "reward.dit_metrics.beauty",
-    "--training.trackers [tensorboard,comet]": "comet: no such tracker",
+    "--training.trackers [tensorboard,comet]": "training.trackers comet: ",
     "--training.shard true": "training.shard",
     "--training.shard true --model.lora false --training.ema_decay 0.9": "training.ema_decay",
 }
