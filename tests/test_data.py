@@ -97,7 +97,7 @@ def test_states_and_batches_that_cannot_be_used_are_refused():
         ("a.csv", 'prompt\n"a cat\n', "a.csv, row 1"),
         ("a.csv", "prompt,target\na,x\n,y\n", "a.csv, row 2"),
         ("a.csv", 'prompt,metadata\na,"{1}"\n', "row 1, metadata"),
-        ("a.csv", 'prompt,source\na,"[1]"\n', "row 1: 'source'"),
+        ("a.csv", 'prompt,source\na,"[1]"\n', "row 1: an unknown key, or a wrong value: 'source'"),
     ],
 )
 def test_bad_prompt_files_are_refused_with_their_place(tmp_path, name, content, place):
@@ -111,7 +111,7 @@ def test_bad_prompt_files_are_refused_with_their_place(tmp_path, name, content, 
         ('{"prompt": "a cat", "' + "k" * 5000 + '": 1}', "'kkk"),
         ('{"target": "a.png"}', "no prompt"),
         ('{"prompt": "  "}', "no prompt"),
-        ('{"prompt": 3}', "'prompt' cannot be 3"),
+        ('{"prompt": 3}', "'prompt': 3"),
         ('{"prompt": "a", "target": ["a.png"]}', "'target'"),
         ('{"prompt": "a", "metadata": "' + "m" * 5000 + '"}', "'metadata'"),
         ('{"prompt": "a", "source": ["a.png", null]}', "'source'"),

@@ -85,8 +85,9 @@ def _check_record(record, where):
         values = value if key == "source" and isinstance(value, list) else [value]
         if not all(isinstance(one, _KEY_TYPES.get(key, ())) for one in values):
             raise UserError(
-                f"{where}: '{key[:100]}' cannot be {shown(value)}. The keys are prompt, target and "
-                "source, which are texts, and metadata, an object that holds all other values."
+                f"{where}: an unknown key, or a wrong value: '{key[:100]}': {shown(value)}. The "
+                "keys are prompt, target and source, which are texts, and metadata, an object that "
+                "holds all other values."
             )
     if not record.get("prompt", "").strip():
         raise UserError(f"{where}: no prompt. Give it a key 'prompt' with some text.")
