@@ -115,11 +115,11 @@ def bundled(
     if path.parts[:1] != ("data",) or os.path.lexists(path):
         return path
     package = Path(str(importlib.resources.files("glm_grpo")))
-    data = package / "_data"
-    if not data.is_dir():  # a checkout
-        data = package.parent / "data"
-    own = data.joinpath(*path.parts[1:])
-    return own if os.path.lexists(own) else path
+    for data in (package / "_data", package.parent / "data"):  # of a wheel, of a checkout
+        own = data.joinpath(*path.parts[1:])
+        if os.path.lexists(own):
+            return own
+    return path
 
 # %% ../../nbs/2_data/00_basics.ipynb #cee857b
 def check_path(

@@ -102,11 +102,6 @@ def _parse_json(text, where):
         raise UserError(f"{where}: not valid JSON ({error}). Correct the line.") from None
     return value
 
-
-def _json_lines(lines, path):
-    "The value of each line. UserError names the first line that is not JSON."
-    return [_parse_json(line, f"{path}, line {number}") for number, line in enumerate(lines, 1)]
-
 # %% ../../nbs/2_data/04_prompts.ipynb #ccc34be
 _COLUMNS = {  # the name of a column -> key, the preferred names first
     "prompt": "prompt",
@@ -214,7 +209,6 @@ def _read_dataset(path):
     return records, ["split 'train'"] * bool(train) + notes
 
 # %% ../../nbs/2_data/04_prompts.ipynb #cc37f4d
-_TABLES = (".csv", ".tsv", ".parquet")
 _NOT_READ = (".json", ".arrow", ".feather", ".xls", ".xlsx", ".ods", ".zip", ".gz", ".yaml", ".yml")
 
 
@@ -222,7 +216,8 @@ def is_table(
     path: str | Path,  # a prompt file
 ) -> bool:
     "Whether the file's rows are records, which may name their images."
-    return Path(path).suffix.lower() in (".jsonl", *_TABLES) or os.path.isdir(path)
+    suffix = Path(path).suffix.lower()
+    return suffix in (".jsonl", ".csv", ".tsv", ".parquet") or os.path.isdir(path)
 
 
 def read_rows(
@@ -238,14 +233,15 @@ def read_rows(
             f"{path}: {suffix} files are not supported. Save it as .txt (one prompt per line), "
             ".jsonl, .csv or .parquet."
         )
-    if os.path.isdir(path) or (suffix == ".parquet" and os.path.isfile(path)):
+    if suffix == ".parquet" or os.path.isdir(path):
         records, notes = _read_dataset(path)
     elif suffix in (".csv", ".tsv"):
         records, notes = _read_csv(path)
     else:
         place, lines = "line", read_lines(path)
-        is_json = suffix == ".jsonl"
-        records = _json_lines(lines, path) if is_json else [{"prompt": line} for line in lines]
+        records = [{"prompt": line} for line in lines]
+        if suffix == ".jsonl":
+            records = [_parse_json(line, f"{path}, line {i}") for i, line in enumerate(lines, 1)]
     places = [f"{path}, {place} {number}" for number in range(1, len(records) + 1)]
     for i, record in enumerate(records):
         if isinstance(record, dict) and "include" in record:  # GenEval's form
@@ -259,14 +255,17 @@ def read_records(
     needed: dict[str, type],  # key -> type, of every object
 ) -> list[dict]:
     "The objects of all lines. UserError names the first line that is not such an object."
-    records = _json_lines(read_text(path).splitlines(), path)
-    for number, record in enumerate(records, 1):
+    records = []
+    for number, line in enumerate(read_text(path).splitlines(), 1):
+        where = f"{path}, line {number}"
+        record = _parse_json(line, where)
         is_dict = isinstance(record, dict)
         if not is_dict or any(type(record.get(key)) is not needed[key] for key in needed):
             raise UserError(
-                f"{path}, line {number}: not a JSON object with {[*needed]}. Delete this line, or "
-                "move the file out of the run's folder."
+                f"{where}: not a JSON object with {[*needed]}. Delete this line, or move the file "
+                "out of the run's folder."
             )
+        records.append(record)
     return records
 
 # %% ../../nbs/2_data/04_prompts.ipynb #c3e4ed8

@@ -12,7 +12,6 @@ __all__ = ['LARGEST_SIDE', 'OF_THE_TINY_MODEL', 'OPTIONS', 'RENAMED', 'GONE', 'M
 # %% ../../nbs/6_run/01_config.ipynb #n005
 import dataclasses
 import importlib.util
-import itertools
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -459,15 +458,9 @@ def check_config(
 ) -> None:
     "UserError, with all fixes, for values that cannot work. Loads nothing."
     check_options(config)
-    rules = (
-        loss_problems(config.reward.grpo),
-        default_problems(config, trains),
-        denoising_problems(config),
-        weight_problems(config),
-        tracker_problems(config),
-        reward_problems(config),
-    )
-    refuse(list(itertools.chain(*rules)))
+    rules = [*default_problems(config, trains), *loss_problems(config.reward.grpo)]
+    rules += [*denoising_problems(config), *weight_problems(config)]
+    refuse([*rules, *tracker_problems(config), *reward_problems(config)])
 
 # %% ../../nbs/6_run/01_config.ipynb #n049
 def to_yaml(config: Config) -> str:
