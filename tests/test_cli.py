@@ -1,12 +1,14 @@
 """The command line as a process sees it: mistakes, signals, stopping and going on. What one
 notebook can show is tested there."""
 
+import re
 import shlex
 import shutil
 import signal
 import subprocess
 import sys
 import time
+import typing
 from pathlib import Path
 
 import pytest
@@ -35,7 +37,7 @@ from helpers import (
 from PIL import Image
 
 from glm_grpo.data.basics import list_options
-from glm_grpo.run.command_line import SHORT, parse_args
+from glm_grpo.run.command_line import OPTIONS, SHORT, Words, parse_args
 from glm_grpo.run.config import Config, check_config, to_yaml
 from glm_grpo.run.plan import read_machine
 from glm_grpo.training.optimizer import make_adamw
@@ -127,12 +129,29 @@ def test_mistakes_are_told_once_and_leave_nothing(wrong_files, capfd, name):
     assert list(Path("outputs").glob("*")) == outputs
 
 
-def test_help_teaches(capsys):
+def test_help_shows_the_options_to_start_with(capsys):
     assert main("--help") == 0
+    text = capsys.readouterr().out
+    named = re.findall(r"^  --(\S+)", text, re.MULTILINE)
+    assert 10 <= len(named) <= 12 and {*named} <= {*OPTIONS, *SHORT, "config"}
+    assert "--help all" in text and text.count("\n") < 35
+    examples = re.findall(r"^  python -m glm_grpo.train (.*)$", text, re.MULTILINE)
+    for example in examples:
+        words = Words(shlex.split(example))
+        words.take("resume")  # a run that is not there
+        check_config(parse_args(words))
+    assert len(examples) == 3
+
+
+def test_help_all_describes_every_option(capsys):
+    assert main("--help", "all") == 0
     text = "".join(capsys.readouterr().out.split())
     for name, option in list_options(Config).items():
         assert f"--{name}" in text, name
         assert "".join(option.metadata["help"].split()) in text, name
+        for kind in (option.type, *typing.get_args(option.type)):
+            choices = typing.get_args(kind) if typing.get_origin(kind) is typing.Literal else ()
+            assert all(choice in option.metadata["help"] for choice in choices), name
     assert all(f"--{short}" in text for short in SHORT)
 
 

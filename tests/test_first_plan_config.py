@@ -49,7 +49,7 @@ BLOCKS = {
             "data.prompts_file": "data/t2i/train/prompts.txt",
             "data.target_images_dir": None,  # beside the prompts
         },
-        ["taken: data/t2i/train/prompts.txt", "data/t2i/target_images is not there"],
+        ["data.prompts_file data/t2i/train/prompts.txt", "data/t2i/target_images: taken as"],
     ),
     "edits": (
         "training: {mode: i2i}\n"
@@ -60,7 +60,7 @@ BLOCKS = {
             "data.source_images_dir": None,
             "data.target_images_dir": None,
         },
-        ["taken: data/i2i/train/prompts.jsonl", "source_images", "target_images"],
+        ["data.prompts_file data/i2i/train/prompts.jsonl", "source_images", "target_images"],
     ),
     "groups and a pull towards the old policy": (
         "training: {group_size: 6}\nreward: {kl_coef: 0.04}",
@@ -134,8 +134,8 @@ data:
     file = tmp_path / "slips.yaml"
     file.write_text(text)
     said = refusal(parse_args, ["--config", str(file)]).splitlines()
-    assert said[0] == f"{file}: 8 problems:"
-    told = {int(line.split()[2].rstrip(":")): line for line in said[1:]}
+    assert said[0] == "8 problems:"
+    told = {int(line.split()[3].rstrip(":")): line for line in said[1:]}
     for line, part in {
         2: "Did you mean model.name?",
         4: "training.max_steps ten",

@@ -32,7 +32,7 @@ def test_folders_that_cannot_be_written_are_told_first(folder, capsys, run):
     for name, says in (ODD | {"file/run": "is a file"}).items():
         assert run(*small(folder, "--output_dir", f"{folder}/{name}")) == 2
         message = told(capsys)
-        assert message.startswith("error: --output_dir") and says in message
+        assert name.encode("ascii", "backslashreplace").decode() in message and says in message
         message.encode()  # it can be printed anywhere
     assert files(folder) == before
 

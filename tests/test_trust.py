@@ -42,7 +42,7 @@ TAKES_NO_RUN = [
     ("evaluate", "--baseline RUN", "Add --checkpoint"),
     ("evaluate", "--checkpoint ''", "--checkpoint"),
     ("train", "--checkpoint RUN", "no such option"),
-    ("train", "--config CALL", "resume belongs to one call"),
+    ("train", "--config CALL", "resume and dry_run belong"),
     ("train", "--config RUN", "cannot be read"),
 ]
 

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['UserError', 'refusal', 'patch_to', 'atomic_write', 'atomic_dir', 'bundled', 'check_path', 'check_output_folder',
-           'option', 'at_least', 'above', 'problem_with', 'shown', 'list_options', 'option_value', 'option_problems',
-           'refuse', 'collect', 'check_options', 'Entry', 'read_entries']
+           'option', 'at_least', 'above', 'problem_with', 'shown', 'list_options', 'option_value', 'refuse',
+           'check_options', 'read_entries']
 
 # %% ../../nbs/2_data/00_basics.ipynb #n003
 import contextlib
@@ -16,7 +16,7 @@ import os
 import reprlib
 import shutil
 import typing
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import Field, field
 from operator import attrgetter
 from pathlib import Path
@@ -115,48 +115,42 @@ def bundled(
     if path.parts[:1] != ("data",) or os.path.lexists(path):
         return path
     package = Path(str(importlib.resources.files("glm_grpo")))
-    data = package / "_data"
-    if not data.is_dir():  # a checkout
-        data = package.parent / "data"
-    own = data.joinpath(*path.parts[1:])
-    return own if os.path.lexists(own) else path
+    for data in (package / "_data", package.parent / "data"):  # of a wheel, of a checkout
+        own = data.joinpath(*path.parts[1:])
+        if os.path.lexists(own):
+            return own
+    return path
 
 # %% ../../nbs/2_data/00_basics.ipynb #cee857b
 def check_path(
     path: str | Path,  # need not exist
-    option: str = "",  # the option that names it, for the message
 ) -> None:
     """UserError: the name is not UTF-8, or a link on the way is broken. A path that does not exist
     is accepted."""
-    text, problem = str(path), ""
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        raise UserError(f"{ascii(str(path))}: the name is not UTF-8. Rename it.") from None
     for part in (Path(path), *Path(path).parents):
         if os.path.islink(part) and not os.path.exists(part):
-            problem = (
-                f"the link {part} leads to {os.readlink(part)}, which does not exist, or back to "
-                "itself. Correct the link, or remove it."
+            raise UserError(
+                f"{path}: the link {part} leads to {os.readlink(part)}, which does not exist, or "
+                "back to itself. Correct the link, or remove it."
             )
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        problem = "the name is not UTF-8. Rename it."
-    if problem:
-        name = text if text.isprintable() else ascii(text)
-        raise UserError(f"{option} {name}: {problem}".lstrip())
 
 # %% ../../nbs/2_data/00_basics.ipynb #ccc16aa
 def check_output_folder(
-    path: str | Path,  # need not exist
-    option: str = "",  # the option that names it, for the message
+    path: str | Path,  # of --output_dir; need not exist
 ) -> None:
     "UserError: as `check_path`; or a part of the path is a file; or the folder is not writable."
-    check_path(path, option)
+    check_path(path)
     path = Path(path)
     there = next(part for part in (path, *path.parents) if part.exists())
-    where = f"{option} {path}: {there}".lstrip()
-    if not there.is_dir():
-        raise UserError(f"{where} is a file, and a folder is needed there. Give another folder.")
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise UserError(f"{where} is not writable. Allow writing, or give another folder.")
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        raise UserError(
+            f"--output_dir {path}: {there} is a file, or a folder that is not writable. Give "
+            "another folder, or allow writing."
+        )
 
 # %% ../../nbs/2_data/00_basics.ipynb #xn005
 def option(
@@ -199,7 +193,7 @@ def problem_with(option_field: Field, value: Any) -> str | None:
     for part in (option_field.type, *typing.get_args(option_field.type)):
         allowed = typing.get_args(part)
         if typing.get_origin(part) is Literal and value not in allowed:
-            return "take " + ", ".join(map(str, allowed[:-1])) + f" or {allowed[-1]}"
+            return f"take one of {', '.join(allowed)}"
     if isinstance(value, float) and not math.isfinite(value):
         return "must be a finite number"
     if isinstance(value, str) and not value.strip():
@@ -236,78 +230,48 @@ def option_value(
     return attrgetter(name)(options)
 
 
-def option_problems(
+def refuse(
+    problems: list[str],  # sentences
+) -> None:
+    "UserError with all problems, if there are any; several as a list."
+    if len(problems) == 1:
+        raise UserError(problems[0])
+    if problems:
+        raise UserError("\n  - ".join([f"{len(problems)} problems:", *problems]))
+
+
+def check_options(
     options: Any,  # a dataclass of options, perhaps with dataclasses in it
     prefix: str = "",  # before the names in messages, like "training."
-) -> list[str]:
-    "A sentence for each option with a wrong value."
-    found = []
+) -> None:
+    "UserError: names all options with a wrong value."
+    problems = []
     for name, f in list_options(type(options)).items():
         value = option_value(options, name)
         if problem := problem_with(f, value):
-            found.append(f"{prefix}{name} {shown(value)}: {problem}.")
-    return found
-
-
-def refuse(
-    problems: list[str],  # sentences
-    where: str = "",  # before the problems, like "run.yaml: "
-) -> None:
-    "UserError with all problems, if there are any; several as a list, also in `error.problems`."
-    if len(problems) == 1:
-        raise UserError(where + problems[0])
-    if problems:
-        lines = "".join(f"\n  - {problem}" for problem in problems)
-        error = UserError(f"{where}{len(problems)} problems:{lines}")
-        error.problems = problems
-        raise error
-
-
-def collect(
-    checks: Iterable[Callable[[], None]],
-) -> list[str]:  # sentences, each once
-    "Run all checks and return the problems of those that raise a UserError."
-    found = []
-    for check in checks:
-        try:
-            check()
-        except UserError as error:
-            found += getattr(error, "problems", [str(error)])
-    return list(dict.fromkeys(found))
-
-
-def check_options(options: Any, prefix: str = "") -> None:
-    "UserError: names all options with a wrong value, as `option_problems`."
-    refuse(option_problems(options, prefix))
+            problems.append(f"{prefix}{name} {shown(value)}: {problem}.")
+    refuse(problems)
 
 # %% ../../nbs/2_data/00_basics.ipynb #cf2ed6d9d
-@dataclasses.dataclass(frozen=True)
-class Entry:
-    "One option in a file."
-
-    name: str  # with its sections, like training.max_steps
-    value: Any
-    line: int  # the first is 1
-
-
 def read_entries(
     file: str | Path,
-    whole: Collection[str] = (),  # options whose value may be a mapping, like reward.metrics
-) -> tuple[list[Entry], list[tuple[int, str]]]:  # in order; (line, problem)
+    whole: Collection[str],  # options whose value may be a mapping, like reward.metrics
+) -> tuple[list[tuple[str, Any, str]], list[str]]:
+    # in order: full name, value, and its place, like "run.yaml, line 3: "; problems
     "The options in a YAML file, and problems. UserError: it is not a readable YAML mapping."
-    entries, problems, lines = [], [], {}
+    entries, problems, names = [], [], set()
 
     def walk(section, prefix=""):
         for key, node in section.value:
-            name, line = f"{prefix}{key.value}", key.start_mark.line + 1
-            if name in lines:
-                problems.append((line, f"{name} is also on line {lines[name]}. Keep one."))
+            name, where = f"{prefix}{key.value}", f"{file}, line {key.start_mark.line + 1}: "
+            if name in names:
+                problems.append(f"{where}{name} is there twice. Keep one.")
                 continue
-            lines[name] = line
+            names.add(name)
             if isinstance(node, yaml.MappingNode) and name not in whole:
                 walk(node, f"{name}.")
             else:
-                entries.append(Entry(name, loader.construct_object(node, deep=True), line))
+                entries.append((name, loader.construct_object(node, deep=True), where))
 
     example = "Write sections and options, like 'training: {max_steps: 10}'; configs/ has examples."
     try:
@@ -315,15 +279,13 @@ def read_entries(
         top = loader.get_single_node()
         if isinstance(top, yaml.MappingNode):
             walk(top)
-    except (OSError, UnicodeDecodeError) as e:
-        raise UserError(f"{file}: cannot be read ({e}). Give a YAML file in UTF-8.") from None
-    except (yaml.YAMLError, ValueError, RecursionError) as e:
-        # ValueError: a number of thousands of digits; RecursionError: also an alias that names
-        # what contains it
+    except (OSError, yaml.YAMLError, ValueError, RecursionError) as e:
+        # ValueError: not UTF-8, or a number of thousands of digits; RecursionError: also an alias
+        # that names what contains it
         mark = getattr(e, "problem_mark", None)
         at = f", line {mark.line + 1}" if mark else ""
         reason = getattr(e, "problem", None) or str(e).splitlines()[0]
-        raise UserError(f"{file}{at}: not valid YAML ({reason}). {example}") from None
-    if not lines:
+        raise UserError(f"{file}{at}: cannot be read as YAML ({reason}). {example}") from None
+    if not names:
         raise UserError(f"{file}: no options in it. {example}")
     return entries, problems

@@ -27,11 +27,8 @@ from .basics import UserError, check_path
 def pil_to_tensor(
     images: Image.Image | Iterable[Image.Image],  # one image, or N images of the same size
 ) -> Tensor:  # [N, 3, H, W] float32 in [0, 1]
-    "Convert PIL images to a tensor. ValueError: the sizes differ."
-    images = [images] if isinstance(images, Image.Image) else list(images)
-    sizes = {image.size for image in images}
-    if len(sizes) != 1:
-        raise ValueError(f"the images must have one size, not {sorted(sizes)}")
+    "Convert PIL images to a tensor. ValueError: the sizes differ, or there is no image."
+    images = [images] if isinstance(images, Image.Image) else images
     arrays = [np.asarray(image.convert("RGB")) for image in images]
     return torch.from_numpy(np.stack(arrays)).permute(0, 3, 1, 2).float() / 255
 
@@ -112,14 +109,8 @@ def load_image(
 def height_width(
     image_size: int | Sequence[int],  # pixels: one number for a square, or (height, width)
 ) -> tuple[int, int]:  # (height, width)
-    "An image size as a pair. UserError: it is neither a positive int nor a pair of them."
-    pair = (image_size, image_size) if isinstance(image_size, int) else tuple(image_size)
-    if len(pair) != 2 or not all(type(side) is int and side > 0 for side in pair):
-        raise UserError(
-            f"image_size {image_size}: it must be a positive whole number, "
-            "or a pair (height, width)."
-        )
-    return pair
+    "An image size as a pair."
+    return (image_size, image_size) if isinstance(image_size, int) else tuple(image_size)
 
 
 def fit_image(
@@ -144,36 +135,27 @@ def match_images(
 ) -> list[Path]:  # N image files
     """The image of each prompt: by number (0.png or 0001.png: the line, counted from 0 or 1)
     or by name (the prompt with underscores). UserError: images and prompts do not match."""
-    images_dir, number = Path(images_dir), len(prompts)
+    images_dir = Path(images_dir)
     check_path(images_dir)
     if not images_dir.is_dir():
-        raise UserError(
-            f"{images_dir}: no such folder. Create it and add {number} images, one per prompt."
-        )
+        raise UserError(f"{images_dir}: no such folder. Create it, with one image per prompt.")
     visible = sorted(images_dir.glob("[!.]*"))
     files = [file for file in visible if file.suffix.lower() in _IMAGE_SUFFIXES]
     numbered = [re.fullmatch(r"(.*?)(\d+)", file.stem) for file in files]
     if all(numbered) and len({match[1] for match in numbered}) == 1:  # one prefix and a number
         keys = [int(match[2]) for match in numbered]
         first = 0 if 0 in keys else 1
-        wanted = list(range(first, first + number))
-        rule = f"numbered {first} to {first + number - 1}"
+        wanted = list(range(first, first + len(prompts)))
     else:
         keys = [_slug(file.stem) for file in files]
         wanted = [_slug(prompt) for prompt in prompts]
-        rule = "named like the prompts (a_red_disc.png) or numbered like the lines (0.png)"
-    found, needed, problems = dict(zip(keys, files)), set(wanted), []
-    for i, key in enumerate(wanted):
-        if key not in found:
-            problems.append(f"none for line {i + 1} ('{prompts[i][:100]}')")
-            break
-    for file, key in zip(files, keys):
-        if found[key] != file or key not in needed:
-            problems.append(f"{file.name} has no line of its own")
-            break
-    if problems:
+    found, needed = dict(zip(keys, files)), set(wanted)
+    odd = [f"line {i}" for i, key in enumerate(wanted, 1) if key not in found]
+    odd += [file.name for key, file in zip(keys, files) if found[key] != file or key not in needed]
+    if odd:
         raise UserError(
-            f"{images_dir}: {len(files)} images for {number} prompts, "
-            f"{'; '.join(problems)}. The images must be {rule}, one per prompt."
+            f"{images_dir}: {len(files)} images for {len(prompts)} prompts; without a partner: "
+            f"{', '.join(odd[:3])}. Number the images like the lines (from 0.png or 1.png on), or "
+            "name them like the prompts (a_red_disc.png)."
         )
     return [found[key] for key in wanted]

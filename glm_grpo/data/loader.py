@@ -37,14 +37,10 @@ class PromptLoader:
         self.batch_size, self.seed = batch_size, seed
         self.rank, self.world = rank, world
         self.batches = 0  # returned so far
-        if self.n < 1 or batch_size < 1:
+        if self.n < 1 or batch_size < 1 or batch_size % world:
             raise UserError(
-                f"a batch of {batch_size} out of {self.n} prompts: both must be at least 1."
-            )
-        if batch_size % world:
-            raise UserError(
-                f"a batch of {batch_size} prompts cannot be split evenly over {world} "
-                f"processes. Make training.batch_size a multiple of {world}."
+                f"a batch of {batch_size} of {self.n} prompts cannot be split over the processes. "
+                f"Give prompts, and make training.batch_size a multiple of {world}."
             )
 
     def order(
@@ -83,16 +79,13 @@ class PromptLoader:
         """Continue from a state. UserError: the number of prompts, the batch size or the seed
         differs, or it is no such state."""
         own = self.state_dict()
-        if not isinstance(state, dict) or not all(type(state.get(key)) is int for key in own):
-            raise UserError(
-                f"the checkpoint's place in the data is broken: {str(state)[:80]}. Use another "
-                "checkpoint."
-            )
+        if not isinstance(state, dict) or type(state.get("batches")) is not int:
+            raise UserError("the checkpoint's place in the data is broken. Use another checkpoint.")
         for key, name in _STATE_NAMES.items():
-            if state[key] != own[key]:
+            if state.get(key) != own[key]:
                 raise UserError(
-                    f"the checkpoint was made with {name} {state[key]}, this run has {own[key]}. "
-                    "Use the same to resume, or start a new run."
+                    f"the checkpoint was made with {name} {state.get(key)}, this run has "
+                    f"{own[key]}. Use the same to resume, or start a new run."
                 )
         self.batches = state["batches"]
 

@@ -82,14 +82,13 @@ def _check_record(record, where):
     if not isinstance(record, dict):
         raise UserError(f'{where}: write a JSON object, like {{"prompt": "a cat"}}.')
     for key, value in record.items():
-        if key not in _KEY_TYPES:
-            raise UserError(
-                f"{where}: unknown key '{key[:100]}'. Known are {', '.join(_KEY_TYPES)}; "
-                "put other values into metadata."
-            )
         values = value if key == "source" and isinstance(value, list) else [value]
-        if not all(isinstance(one, _KEY_TYPES[key]) for one in values):
-            raise UserError(f"{where}: '{key}' cannot be {shown(value)}.")
+        if not all(isinstance(one, _KEY_TYPES.get(key, ())) for one in values):
+            raise UserError(
+                f"{where}: an unknown key, or a wrong value: '{key[:100]}': {shown(value)}. The "
+                "keys are prompt, target and source, which are texts, and metadata, an object that "
+                "holds all other values."
+            )
     if not record.get("prompt", "").strip():
         raise UserError(f"{where}: no prompt. Give it a key 'prompt' with some text.")
 
@@ -102,11 +101,6 @@ def _parse_json(text, where):
     except (ValueError, RecursionError) as error:
         raise UserError(f"{where}: not valid JSON ({error}). Correct the line.") from None
     return value
-
-
-def _json_lines(lines, path):
-    "The value of each line. UserError names the first line that is not JSON."
-    return [_parse_json(line, f"{path}, line {number}") for number, line in enumerate(lines, 1)]
 
 # %% ../../nbs/2_data/04_prompts.ipynb #ccc34be
 _COLUMNS = {  # the name of a column -> key, the preferred names first
@@ -123,34 +117,33 @@ _COLUMNS = {  # the name of a column -> key, the preferred names first
 def _table_records(rows, path):
     """The rows of a table as records, and notes on how its columns were read. UserError: no row,
     or no column has the prompts."""
-    first = rows[0] if rows else {}
-    names, columns, records = {name.strip().lower(): name for name in first}, {}, []
+    first, columns, records = rows[0] if rows else {}, {}, []  # columns: key -> its column
+    names = {name.strip().lower(): name for name in first}
     for name, key in _COLUMNS.items():
-        column = names.get(name)
         # a URL or a number is not a target image
-        known = column is not None and (name != "image" or isinstance(first[column], PackedImage))
-        if known and key not in columns.values():
-            columns[column] = key
-    if "prompt" not in columns.values():
+        if name in names and (name != "image" or isinstance(first[names[name]], PackedImage)):
+            columns.setdefault(key, names[name])
+    if "prompt" not in columns:
         raise UserError(
             f"{path}: no row, or no column 'prompt', 'text' or 'caption'. The columns are "
-            f"{', '.join(first) or 'unknown'}. Rename the one with the prompts."
+            f"{', '.join(first)}. Rename the one with the prompts."
         )
     for number, row in enumerate(rows, 1):
-        record, others = {}, {}
-        for column, value in row.items():
-            key = columns.get(column)
-            if key in ("source", "metadata") and isinstance(value, str) and value[:1] in ("[", "{"):
-                value = _parse_json(value, f"{path}, row {number}, {key}")
-            if key and value not in (None, ""):
-                record[key] = value
-            elif not key and not isinstance(value, (bytes, PackedImage)):
-                others[column] = value
-        if others and isinstance(record.get("metadata", {}), dict):
+        record = {key: row[one] for key, one in columns.items() if row[one] not in (None, "")}
+        for key in ("source", "metadata"):
+            value = record.get(key)
+            if isinstance(value, str) and value.startswith(("[", "{")):
+                record[key] = _parse_json(value, f"{path}, row {number}, {key}")
+        others = {
+            column: value
+            for column, value in row.items()
+            if column not in columns.values() and not isinstance(value, (bytes, PackedImage))
+        }
+        if others and isinstance(record.setdefault("metadata", {}), dict):
             others = json.loads(json.dumps(others, default=str))  # a date becomes a string
-            record["metadata"] = others | record.get("metadata", {})
+            record["metadata"] = others | record["metadata"]
         records.append(record)
-    return records, [f"column '{name}' as {key}" for name, key in columns.items() if name != key]
+    return records, [f"column '{name}' as {key}" for key, name in columns.items() if name != key]
 
 # %% ../../nbs/2_data/04_prompts.ipynb #c75726f
 def _read_csv(path):
@@ -216,7 +209,6 @@ def _read_dataset(path):
     return records, ["split 'train'"] * bool(train) + notes
 
 # %% ../../nbs/2_data/04_prompts.ipynb #cc37f4d
-_TABLES = (".csv", ".tsv", ".parquet")
 _NOT_READ = (".json", ".arrow", ".feather", ".xls", ".xlsx", ".ods", ".zip", ".gz", ".yaml", ".yml")
 
 
@@ -224,14 +216,15 @@ def is_table(
     path: str | Path,  # a prompt file
 ) -> bool:
     "Whether the file's rows are records, which may name their images."
-    return Path(path).suffix.lower() in (".jsonl", *_TABLES) or os.path.isdir(path)
+    suffix = Path(path).suffix.lower()
+    return suffix in (".jsonl", ".csv", ".tsv", ".parquet") or os.path.isdir(path)
 
 
 def read_rows(
     path: str | Path,  # .txt, .jsonl, .csv, .tsv, .parquet, or the folder of a dataset
 ) -> tuple[list[dict], list[str], list[str]]:
-    # N records with "prompt", perhaps "target", "source", "metadata"; N places ("line 3", "row 3");
-    # notes on how the columns were read
+    # N records with "prompt", perhaps "target", "source", "metadata"; N places, like
+    # "prompts.txt, line 3"; notes on how the columns were read
     "The prompts of a file or folder. UserError names the line or row."
     path, place, notes = bundled(path), "row", []
     suffix = path.suffix.lower()
@@ -240,19 +233,20 @@ def read_rows(
             f"{path}: {suffix} files are not supported. Save it as .txt (one prompt per line), "
             ".jsonl, .csv or .parquet."
         )
-    if os.path.isdir(path) or (suffix == ".parquet" and os.path.isfile(path)):
+    if suffix == ".parquet" or os.path.isdir(path):
         records, notes = _read_dataset(path)
     elif suffix in (".csv", ".tsv"):
         records, notes = _read_csv(path)
     else:
         place, lines = "line", read_lines(path)
-        is_json = suffix == ".jsonl"
-        records = _json_lines(lines, path) if is_json else [{"prompt": line} for line in lines]
-    places = [f"{place} {number}" for number in range(1, len(records) + 1)]
+        records = [{"prompt": line} for line in lines]
+        if suffix == ".jsonl":
+            records = [_parse_json(line, f"{path}, line {i}") for i, line in enumerate(lines, 1)]
+    places = [f"{path}, {place} {number}" for number in range(1, len(records) + 1)]
     for i, record in enumerate(records):
         if isinstance(record, dict) and "include" in record:  # GenEval's form
             records[i] = {"prompt": record.pop("prompt", ""), "metadata": record}
-        _check_record(records[i], f"{path}, {places[i]}")
+        _check_record(records[i], places[i])
     return records, places, notes
 
 # %% ../../nbs/2_data/04_prompts.ipynb #ca07371
@@ -261,14 +255,17 @@ def read_records(
     needed: dict[str, type],  # key -> type, of every object
 ) -> list[dict]:
     "The objects of all lines. UserError names the first line that is not such an object."
-    records = _json_lines(read_text(path).splitlines(), path)
-    for number, record in enumerate(records, 1):
+    records = []
+    for number, line in enumerate(read_text(path).splitlines(), 1):
+        where = f"{path}, line {number}"
+        record = _parse_json(line, where)
         is_dict = isinstance(record, dict)
         if not is_dict or any(type(record.get(key)) is not needed[key] for key in needed):
             raise UserError(
-                f"{path}, line {number}: not a JSON object with {', '.join(needed)}. Delete this "
-                "line, or move the file out of the run's folder."
+                f"{where}: not a JSON object with {[*needed]}. Delete this line, or move the file "
+                "out of the run's folder."
             )
+        records.append(record)
     return records
 
 # %% ../../nbs/2_data/04_prompts.ipynb #c3e4ed8
@@ -302,19 +299,17 @@ class T2IDataset:
         self.prompts = [record["prompt"] for record in self.records]
         found = self._find("target", target_images_dir)
         self.targets = found and [paths[0] for paths in found]
-        sizes = [load_image(path).size for path in self.targets or []]
-        odd = [i for i, size in enumerate(sizes) if size != sizes[0]]
-        if odd and self.image_size is None:
+        sizes = {load_image(path).size for path in self.targets or []}
+        if len(sizes) > 1 and self.image_size is None:
             raise UserError(
-                f"{self.targets[odd[0]]}: {sizes[odd[0]]} pixels (width, height), and others have "
-                f"{sizes[0]}. Set data.image_size: all are then cropped to one size."
+                f"{self.prompts_file}: its target images have sizes (width, height) like "
+                f"{sorted(sizes)[:3]}. Set data.image_size: all are then cropped to one size."
             )
 
     def _find(self, key, images_dir):
         "A list of images per record, under 'target' or 'source'; None: there are no images."
         images_dir = images_dir and bundled(images_dir)
-        named = [key in record for record in self.records]
-        if not any(named):
+        if not any(key in record for record in self.records):
             return images_dir and [[path] for path in match_images(images_dir, self.prompts)]
         file = self.prompts_file
         base = images_dir or (file if file.is_dir() else file.parent)
@@ -352,7 +347,7 @@ class T2IDataset:
         index: int,  # of an item
     ) -> str:  # "prompts.txt, line 3"
         "The file and line of a prompt, for messages."
-        return f"{self.prompts_file}, {self.places[index]}"
+        return self.places[index]
 
     def keys(self) -> list[str]:  # one per prompt; equal where prompt and sources are equal
         "A key for each prompt; for edits it includes the names of the sources."
@@ -374,11 +369,8 @@ class T2IDataset:
         return part
 
     def __repr__(self):
-        targets = "with" if self.targets else "no"
-        return (
-            f"{type(self).__name__}({len(self)} prompts from {self.prompts_file.name}, "
-            f"{targets} targets, image_size={self.image_size})"
-        )
+        name = f"{type(self).__name__}({len(self)} prompts from {self.prompts_file.name}"
+        return f"{name}, targets: {bool(self.targets)}, image_size: {self.image_size})"
 
 # %% ../../nbs/2_data/04_prompts.ipynb #n036
 class I2IDataset(T2IDataset):
@@ -443,16 +435,15 @@ def as_batch(
     # images or None, metadata list[dict] or None, and what else it has
     """A batch in the form that the trainer needs. UserError: it is not a dict, it has no prompts,
     or the numbers of prompts and images differ."""
-    found = batch if isinstance(batch, dict) else {}
-    found = {BATCH_NAMES.get(name, name): value for name, value in found.items()}
+    given = batch if isinstance(batch, dict) else {}
+    found = {BATCH_NAMES.get(name, name): value for name, value in given.items()}
     prompts = found.get("prompts") or []
     prompts = [prompts] if isinstance(prompts, str) else list(prompts)
-    if not prompts or not all(isinstance(prompt, str) for prompt in prompts):
+    if not prompts:
         raise UserError(
-            f"a batch must be a dict with 'prompts', a list of strings, and perhaps target_images, "
-            f"source_images and metadata; this {type(batch).__name__} has "
-            f"{', '.join(map(str, found)) or 'no names'}. Check what the train_dataloader "
-            "returns, or use T2IDataset or I2IDataset."
+            "a batch of the train_dataloader must be a dict with 'prompts', a list of strings, and "
+            f"perhaps target_images, source_images and metadata; this one has {[*found]}. "
+            "T2IDataset and I2IDataset make such batches."
         )
     targets, metadata = found.get("target_images"), found.get("metadata")
     if isinstance(targets, (list, tuple)):
@@ -468,12 +459,8 @@ def as_batch(
     found |= {"prompts": prompts, "target_images": targets, "metadata": metadata}
     found["source_images"] = source_lists(found.get("source_images"))
     for name in ("target_images", "source_images"):
-        images = found[name]
-        if images is not None and len(images) != len(prompts):
-            raise UserError(
-                f"a batch has {len(prompts)} prompts and {len(images)} {name}. Give it one per "
-                "prompt."
-            )
+        if found[name] is not None and len(found[name]) != len(prompts):
+            raise UserError(f"a batch must have as many {name} as prompts, {len(prompts)} here.")
     return found
 
 
@@ -496,15 +483,12 @@ def split_off(
 ) -> tuple[T2IDataset, T2IDataset]:  # to train on, held out
     """Hold out a tenth of the different prompts, at least 2 and at most 100. The choice depends
     only on the prompts. With fewer than 10 different prompts, both parts are the whole dataset."""
-
-    def number(key):
-        return hashlib.sha256(f"{SPLIT_SEED}|held-out|{key}".encode()).digest()
-
     keys = dataset.keys()
-    order = sorted(set(keys), key=number)
+    seeded = {key: hashlib.sha256(f"{SPLIT_SEED}|held-out|{key}".encode()).digest() for key in keys}
+    order = sorted(seeded, key=seeded.get)
     if len(order) < _FEWEST:
         return dataset, dataset
-    chosen = set(order[: min(100, max(2, len(order) // 10))])
+    chosen = order[: min(100, max(2, len(order) // 10))]
     held = [i for i, key in enumerate(keys) if key in chosen]
     others = [i for i, key in enumerate(keys) if key not in chosen]
     return dataset.subset(others), dataset.subset(held)

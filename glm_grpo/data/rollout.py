@@ -355,8 +355,8 @@ class RolloutOptions:
     )
     window_kind: Literal["first", "random", "sliding"] = option(
         "random",
-        "which steps: the first, a random range at each training step, or a range that moves with "
-        "the training steps (arXiv 2507.21802)",
+        "which steps: the first, a random range at each training step, or a sliding range, which "
+        "moves with the training steps (arXiv 2507.21802)",
     )
     ratio_norm: bool = option(
         False,
@@ -376,7 +376,8 @@ class RolloutOptions:
     )
     matching_weight: MatchingWeight = option(
         "ghuber",
-        "with dit_objective matching: weight of times and errors, see nbs/1_maths/05_matching",
+        "with dit_objective matching: weight of times and errors, uniform, t, t2, huber or ghuber; "
+        "see nbs/1_maths/05_matching.ipynb",
     )
     matching_guidance: float = option(
         1.0,

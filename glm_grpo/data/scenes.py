@@ -34,8 +34,7 @@ class Drawings:
         for row, hand in enumerate(self.hands):
             for column, name in enumerate(self.objects):
                 left, top = column * size, row * size
-                box = (left, top, left + size, top + size)
-                self.sprites[name, hand] = sheet.crop(box)
+                self.sprites[name, hand] = sheet.crop((left, top, left + size, top + size))
 
 # %% ../../nbs/2_data/08_scenes.ipynb #n012
 SIDE = 128  # pixels of the image
@@ -85,8 +84,7 @@ class Scene:
         if self.kind == "pair":
             what = f"a {name} left of a {self.objects[1]}"
         elif self.kind == "counted":
-            number = dict(zip(COUNTS.values(), COUNTS))[self.count]
-            what = f"{number} {plural(name)}"
+            what = f"{[*COUNTS][self.count - 2]} {plural(name)}"
         else:
             what = f"a {name} in the {self.place}"
         text = f"{what} on a {self.ground} ground"

@@ -186,7 +186,7 @@ def probe_command(argv: list[str]) -> int:
             raise UserError(f"--{name} {text}: give a whole number of at least 2.")
         options[name] = int(text)
     file = Path(words.take("output_dir") or "outputs/probe") / "probe.json"
-    check_output_folder(file.parent, "--output_dir")
+    check_output_folder(file.parent)
     config = parse_args(words)
     check_config(config, trains=False)
     config.model.component = "both"

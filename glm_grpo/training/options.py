@@ -4,15 +4,16 @@
 
 # %% auto #0
 __all__ = ['NORMALISE', 'OptimizerOptions', 'StepOptions', 'GroupOptions', 'ClipOptions', 'KLOptions', 'GRPOOptions',
-           'RecordOptions', 'matching_problems', 'TrainerOptions']
+           'RecordOptions', 'TrainerOptions', 'loss_problems', 'matching_problems']
 
 # %% ../../nbs/5_training/01_options.ipynb #n006
+import copy
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field
 from typing import Literal
 
 from ..data.basics import UserError
-from ..data.basics import above, at_least, check_options, option
+from ..data.basics import above, at_least, check_options, list_options, option, refuse
 from ..data.rollout import RolloutOptions
 
 # %% ../../nbs/5_training/01_options.ipynb #n007
@@ -54,7 +55,7 @@ class OptimizerOptions:
         None,
         "decay of a moving average of the trained weights, 0.9 to 0.9999; evaluations use the "
         "average, and checkpoints hold it in the folder ema; null: no average",
-        lambda d: None if 0 < d < 1 else "give a number between 0 and 1, such as 0.99, or null",
+        above(0, 0.999999),
     )
     slow_copy_decay: float | None = option(
         None,
@@ -117,12 +118,7 @@ class GroupOptions:
         8,
         "samples per prompt, which are compared with each other (G in arXiv 2402.03300); a "
         "sample is an image, or a set of tokens if model.component is both",
-        lambda n: (
-            at_least(2, 10_000)(n)
-            if n >= 2
-            else "an image is compared with the others of its prompt, so a group needs at least 2. "
-            "Start with 8"
-        ),
+        at_least(2, 10_000),
     )
     images_per_sample: int = option(
         2,
@@ -187,8 +183,8 @@ class ClipOptions:
     )
     loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "reinforce"] = option(
         "grpo",
-        "how the losses of the decisions are clipped and averaged; the names are those of TRL, "
-        "see nbs/1_maths/03_loss.ipynb; reinforce: no ratio",
+        "how the losses of the decisions are clipped and averaged: grpo, bnpo, dr_grpo, dapo, "
+        "cispo or sapo, as in TRL, or reinforce, which has no ratio; see nbs/1_maths/03_loss.ipynb",
     )
     importance_sampling_level: Literal["token", "sequence", "sequence_token"] = option(
         "token",
@@ -199,19 +195,6 @@ class ClipOptions:
     def clip_range_of(self, policy: str) -> float:
         "The clip range of a policy."
         return self.dit_clip_range if policy == "dit" else self.clip_range
-
-    def check_delta(
-        self,
-        prefix: str = "",  # of the option's name in the message
-    ) -> None:
-        "UserError: delta is not above the clip range."
-        high = self.clip_range if self.clip_range_high is None else self.clip_range_high
-        if self.delta is None or self.loss_type in ("cispo", "sapo") or self.delta > 1 + high:
-            return
-        raise UserError(
-            f"{prefix}delta {self.delta}: must be more than 1 + clip_range_high, here "
-            f"{1 + high:g}. Give a larger one (2 to 4), or null for none."
-        )
 
 # %% ../../nbs/5_training/01_options.ipynb #n019
 @dataclass
@@ -294,9 +277,9 @@ class RecordOptions:
     )
     trackers: list[str] | str | None = option(
         "tensorboard",
-        "where curves and images go besides metrics.jsonl: tensorboard (in the folder logs), "
-        "wandb, mlflow, aim, comet_ml, clearml, dvclive, swanlab or trackio, or a list of them; "
-        "the package must be installed; null: nowhere",
+        "where curves and images go, in addition to metrics.jsonl: tensorboard (in the folder "
+        "logs), wandb, mlflow, aim, comet_ml, clearml, dvclive, swanlab or trackio, or a list of "
+        "them; the package must be installed; null: nowhere",
     )
     output_dir: str | None = option(
         None, "folder of this run; null: a new one, outputs/run_001, outputs/run_002, ..."
@@ -308,58 +291,6 @@ NORMALISE = (
     "within its group, then add, so that a part with a wide range does not dominate (GDPO, arXiv "
     "2601.05242; ignores reward.grpo.scale)"
 )
-
-
-def matching_problems(
-    rollout: RolloutOptions,
-    grpo: GRPOOptions,
-    step: StepOptions,
-    optimizer: OptimizerOptions,
-) -> Iterator[str]:
-    "Options of the denoising policy that have no meaning with its objective."
-    nft = rollout.dit_objective == "nft"
-    if rollout.dit_objective != "matching":
-        for name in ("dit_pull", "dit_pull_slow"):
-            if getattr(grpo, name):
-                yield f"reward.grpo.{name}: it needs rollout.dit_objective matching. Set it to 0."
-    if rollout.dit_objective == "steps":
-        return
-    if (nft or grpo.dit_pull_slow) and optimizer.slow_copy_decay is None:
-        asked = "rollout.dit_objective nft" if nft else "reward.grpo.dit_pull_slow"
-        yield f"training.slow_copy_decay null: {asked} needs a slow copy. Set it to 0.3 or 0.5."
-    if nft and optimizer.slow_copy_decay == 0:
-        yield (
-            "training.slow_copy_decay 0: with rollout.dit_objective nft the old policy is then the "
-            "policy, and there is nothing to contrast. Set it to 0.5, or take matching."
-        )
-    if nft and grpo.advantage_clip is None:
-        yield (
-            "reward.grpo.advantage_clip null: rollout.dit_objective nft needs a bound of the "
-            "advantages. Set it to 5 (its authors), or to 1 for a weaker pull."
-        )
-    times, steps = rollout.matching_times, rollout.num_inference_steps
-    if times > (available := int(0.9 * steps) - 1):
-        yield (
-            f"rollout.matching_times {times}: of {steps} denoising steps, {max(available, 0)} are "
-            "between noise and image. Raise rollout.num_inference_steps, or take fewer times."
-        )
-    without_steps = {
-        "rollout.ratio_norm": rollout.ratio_norm,
-        "rollout.window": rollout.window is not None,
-        "reward.grpo.dit_kl gaussian": grpo.beta > 0 and grpo.dit_kl == "gaussian",
-    }
-    for name, given in without_steps.items():
-        if given:
-            yield (
-                f"{name}: it is for denoising steps that add noise, and with rollout.dit_objective "
-                "matching there are none. Leave it out; for the KL set reward.grpo.dit_kl velocity."
-            )
-    if grpo.dit_pull and step.updates_per_rollout * step.mini_batches == 1:
-        yield (
-            f"reward.grpo.dit_pull {grpo.dit_pull}: with one optimizer step on each rollout the "
-            "policy is still the one that sampled, so it does nothing. Set "
-            "training.updates_per_rollout to 2 or more, or dit_pull to 0."
-        )
 
 
 @dataclass
@@ -384,34 +315,78 @@ class TrainerOptions:
         return bool(pulls) or self.rollout.dit_objective == "nft"
 
     def check(self) -> "TrainerOptions":
-        "Returns itself. UserError names the first value that cannot work."
+        "Returns itself. UserError names the values that cannot work."
         check_options(self)
-        self.grpo.check_delta()
-        if self.grpo.entropy_share and self.grpo.importance_sampling_level == "sequence":
-            raise UserError(
-                "entropy_share: with importance_sampling_level sequence a sample has one advantage "
-                "for all tokens. Set importance_sampling_level sequence_token."
-            )
-        for problem in matching_problems(self.rollout, self.grpo, self.step, self.optimizer):
-            raise UserError(problem)
+        refuse([*loss_problems(self.grpo), *matching_problems(self)])
         return self
 
     def with_changes(self, **changes) -> "TrainerOptions":
         "A copy with some options changed, each by its own name. UserError: an unknown name."
-        homes = {}  # option -> its section; None: the trainer's own
-        for f in fields(TrainerOptions):
-            if is_dataclass(f.type):
-                homes |= dict.fromkeys([inner.name for inner in fields(f.type)], f.name)
-            else:
-                homes[f.name] = None
-        by_section = {}
+        changed, sections = copy.deepcopy(self), {}
+        for full_name in list_options(TrainerOptions):
+            section, _, name = full_name.rpartition(".")
+            sections[name] = getattr(changed, section) if section else changed
         for name, value in changes.items():
-            if name not in homes:
+            if name not in sections:
                 raise UserError(
-                    f"the trainer has no option {name}. There are {', '.join(sorted(homes))}."
+                    f"the trainer has no option {name}. There are {', '.join(sorted(sections))}."
                 )
-            by_section.setdefault(homes[name], {})[name] = value
-        new = by_section.pop(None, {})
-        for section, values in by_section.items():
-            new[section] = replace(getattr(self, section), **values)
-        return replace(self, **new)
+            setattr(sections[name], name, value)
+        return changed
+
+
+def loss_problems(grpo: GRPOOptions) -> Iterator[str]:
+    "Options of the loss that have no meaning together."
+    high = grpo.clip_range if grpo.clip_range_high is None else grpo.clip_range_high
+    unclipped = grpo.delta is not None and grpo.loss_type not in ("cispo", "sapo")
+    if unclipped and grpo.delta <= 1 + high:
+        yield (
+            "reward.grpo.delta: it must be more than 1 + clip_range_high. Give a larger one (2 to "
+            "4), or null for none."
+        )
+    if grpo.entropy_share and grpo.importance_sampling_level == "sequence":
+        yield (
+            "reward.grpo.entropy_share: with importance_sampling_level sequence a sample has one "
+            "advantage for all tokens. Set importance_sampling_level sequence_token."
+        )
+
+
+def matching_problems(options: TrainerOptions) -> Iterator[str]:
+    "Options of the denoising policy that have no meaning with its objective."
+    rollout, grpo, optimizer = options.rollout, options.grpo, options.optimizer
+    if rollout.dit_objective != "matching" and (grpo.dit_pull or grpo.dit_pull_slow):
+        yield (
+            "reward.grpo.dit_pull, reward.grpo.dit_pull_slow: they need rollout.dit_objective "
+            "matching. Set them to 0."
+        )
+    if rollout.dit_objective == "steps":
+        return
+    nft, decay = rollout.dit_objective == "nft", optimizer.slow_copy_decay
+    if (nft and not decay) or (grpo.dit_pull_slow and decay is None):
+        yield (
+            "training.slow_copy_decay: rollout.dit_objective nft and reward.grpo.dit_pull_slow "
+            "need a slow copy of the policy that lags behind. Set it to 0.3 or 0.5."
+        )
+    if nft and grpo.advantage_clip is None:
+        yield (
+            "reward.grpo.advantage_clip null: rollout.dit_objective nft needs a bound of the "
+            "advantages. Set it to 5 (its authors), or to 1 for a weaker pull."
+        )
+    if rollout.matching_times > int(0.9 * rollout.num_inference_steps) - 1:
+        yield (
+            "rollout.matching_times: there are not so many denoising steps between noise and "
+            "image. Raise rollout.num_inference_steps, or take fewer times."
+        )
+    exact_kl = grpo.beta > 0 and grpo.dit_kl == "gaussian"
+    if rollout.ratio_norm or rollout.window is not None or exact_kl:
+        yield (
+            "rollout.ratio_norm, rollout.window, reward.grpo.dit_kl gaussian: they are for "
+            "denoising steps that add noise, and rollout.dit_objective matching has none. Leave "
+            "them out; for the KL set reward.grpo.dit_kl velocity."
+        )
+    if grpo.dit_pull and options.step.updates_per_rollout * options.step.mini_batches == 1:
+        yield (
+            "reward.grpo.dit_pull: with one optimizer step on each rollout the policy is still "
+            "the one that sampled, so it does nothing. Set training.updates_per_rollout to 2 or "
+            "more, or dit_pull to 0."
+        )
