@@ -6,7 +6,6 @@
 __all__ = ['MatchingWeight', 'matching_logprob', 'nft_terms', 'stratified_steps']
 
 # %% ../../nbs/1_maths/05_matching.ipynb #1bfbd519
-from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -83,7 +82,7 @@ def stratified_steps(
     """The denoising steps at whose times an image is scored, one from each of D strata of the
     schedule without its first step and its last tenth. AWM, arXiv 2509.25050, takes the same
     range. ValueError: there are fewer than D."""
-    available: Sequence[int] = range(1, int(0.9 * num_steps))
+    available = range(1, int(0.9 * num_steps))
     if not 1 <= count <= len(available):
         raise ValueError(f"{count} times: {num_steps} steps have 1 to {len(available)}")
     edges = [j * len(available) // count for j in range(count + 1)]

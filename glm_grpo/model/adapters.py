@@ -45,23 +45,6 @@ LORA_PLACES = {
     "dit": (r"(?:transformer_blocks\.\d+\.)?", "dit_target_modules"),
 }
 
-
-def _check_targets(model, half: str, names: Collection[str]) -> None:
-    "UserError: no name is given, or one fits no linear layer."
-    prefix, option = LORA_PLACES[half]
-    there = set()
-    for name, layer in model.named_modules():
-        match = re.fullmatch(f"{prefix}(.*)", name)
-        if match and isinstance(layer, torch.nn.Linear):
-            there.add(match[1])
-    ends = "".join(f".{layer} " for layer in there)
-    wrong = [name for name in names if f".{name} " not in ends]
-    if wrong or not names:
-        raise UserError(
-            f"lora.{option} '{', '.join(wrong)}': no such layer in the {half}. "
-            f"There are {', '.join(sorted(there))}."
-        )
-
 # %% ../../nbs/3_model/13_adapters.ipynb #c36c042
 def compute_in_half_precision(
     model: torch.nn.Module,  # with adapters of peft
@@ -98,7 +81,18 @@ def add_lora(
 
     prefix, option = LORA_PLACES[half]
     names = getattr(options, option)
-    _check_targets(model, half, names)
+    there = set()
+    for name, layer in model.named_modules():
+        match = re.fullmatch(f"{prefix}(.*)", name)
+        if match and isinstance(layer, torch.nn.Linear):
+            there.add(match[1])
+    ends = "".join(f".{layer} " for layer in there)
+    for name in names or [""]:
+        if f".{name} " not in ends:
+            raise UserError(
+                f"lora.{option} '{name}': no such layer in the {half}. "
+                f"There are {', '.join(sorted(there))}."
+            )
     one_of_names = "|".join(map(re.escape, names))
     config = LoraConfig(
         r=options.rank,
@@ -141,15 +135,10 @@ def read_adapter(
         if isinstance(names, str):  # the regular expression of `add_lora` ends with (a|b|c)
             names = re.fullmatch(r".*\((.*)\)", names)[1].replace("\\", "").split("|")
         options = {"rank": int(config["r"]), "alpha": float(config["lora_alpha"])}
-    except FileNotFoundError as error:
-        raise UserError(
-            f"{folder}: no adapter, {Path(error.filename or file).name} is missing. "
-            "Give a folder that training wrote (checkpoints/checkpoint_final)."
-        ) from None
     except Exception as error:
         raise UserError(
             f"{folder}: the adapter does not load ({type(error).__name__}: {error}). "
-            "Use another checkpoint."
+            "Give a folder that training wrote (checkpoints/checkpoint_final)."
         ) from error
     check_finite_weights(tensors, file)
     return options | {LORA_PLACES[half][1]: tuple(names)}, tensors
@@ -260,12 +249,10 @@ def _read_adapter_for(model, half: str, folder: Path) -> dict[str, Tensor]:
     shapes = {name: x.shape for name, x in tensors.items()}
     same = shapes == {name: x.shape for name, x in own.items()}
     if not same or saved["alpha"] != model.lora.alpha:
-        option = LORA_PLACES[half][1]
         raise UserError(
-            f"{folder}: an adapter of rank {saved['rank']}, alpha {saved['alpha']:g} on "
-            f"{', '.join(saved[option])}; the model's {half} has rank {model.lora.rank}, alpha "
-            f"{model.lora.alpha:g}. Set model.lora_rank, lora_alpha and lora_target_modules to the "
-            "adapter's, and model.name and model.component to its model. (If all are equal, the "
-            "tensors do not match adapter_config.json.)"
+            f"{folder}: an adapter with {saved}; the model's {half} has {model.lora}. Set "
+            "model.lora_rank, lora_alpha and lora_target_modules to the adapter's, and model.name "
+            "and model.component to its model. (If all are equal, the tensors do not match "
+            "adapter_config.json.)"
         )
     return tensors

@@ -54,12 +54,13 @@ def called_product(
     "The layers' own weights, and the adapters of all of them as two small products."
     bases = [getattr(linear, "base_layer", linear) for linear in linears]
     weights = [(base.weight, base.bias) for base in bases]  # a call of a module runs its hooks
-    down, blocks, start = [], [], 0
+    down, blocks = [], []
     for linear, base in zip(linears, bases):
+        rows = [base.weight.new_empty(0, base.out_features)]
         for name in active_adapters(linear):
             down.append(linear.lora_A[name].weight)
-            blocks.append((start, (linear.lora_B[name].weight * linear.scaling[name]).T))
-        start += base.out_features
+            rows.append((linear.lora_B[name].weight * linear.scaling[name]).T)
+        blocks.append(torch.cat(rows))
 
     def plain(x):
         outs = [F.linear(x, *own) for own in weights]
@@ -67,12 +68,9 @@ def called_product(
 
     if not down:
         return plain
-    down = torch.cat(down)  # [R, inputs]
-    up, row = down.new_zeros(len(down), start), 0  # [R, outputs of all layers]
-    for column, block in blocks:
-        up[row : row + block.shape[0], column : column + block.shape[1]] = block
-        row += block.shape[0]
-    down, up = down.to(weights[0][0].dtype), up.to(weights[0][0].dtype)
+    dtype = weights[0][0].dtype
+    down = torch.cat(down).to(dtype)  # [R, inputs]
+    up = torch.block_diag(*blocks).to(dtype)  # [R, outputs of all layers]
     return lambda x: torch.addmm(plain(x), F.linear(x, down), up)
 
 # %% ../../nbs/3_model/04_decode_step.ipynb #cdced1d

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['PIXELS_AT_A_TIME', 'schedule', 'latent_statistics', 'decode_latents', 'glyph_embeddings', 'size_conditions', 'Source',
-           'encode_sources', 'source_cache']
+           'encode_sources', 'distinct', 'source_cache']
 
 # %% ../../nbs/3_model/09_latents.ipynb #n003
 import copy
@@ -140,16 +140,34 @@ def encode_sources(
     return sources
 
 # %% ../../nbs/3_model/09_latents.ipynb #s_n019
-def _write_keys(parts, unique: list[list[Source]]):
-    "Run different rows of sources through the DiT; returns the GlmImageKVCache of its layers."
+def distinct(
+    names: list,  # N
+) -> tuple[list[int], list[int]]:  # [N]: which of the U different names; [U]: its first row
+    "Find the different ones among N names, in order of appearance."
+    numbers = {}
+    of_row = [numbers.setdefault(name, len(numbers)) for name in names]
+    return of_row, [of_row.index(number) for number in range(len(numbers))]
+
+
+def source_cache(
+    parts,  # a GlmImagePipeline
+    # N lists of `Source`, equal in number and in sizes; None: no sources
+    sources: list[list[Source]] | None,
+):  # diffusers' GlmImageKVCache in reading mode, with N rows per layer; or None
+    "Keys and values of the sources in each layer of the DiT, with gradient if it is enabled."
+    if not sources:
+        return None
     from diffusers.models.transformers.transformer_glm_image import GlmImageKVCache
 
-    dit, n = parts.transformer, len(unique)
+    # rows with the same sources share one pass
+    rows, first = distinct([tuple(map(id, row)) for row in sources])
+    dit, n = parts.transformer, len(first)
     caches = GlmImageKVCache(dit.config.num_layers)
     caches.set_mode("write")
     # with gradient checkpointing, a second forward would write a second time
     was_checkpointing, dit.gradient_checkpointing = dit.gradient_checkpointing, False
-    for column in zip(*unique):  # the first source of every row, then the second, ...
+    # the first source of every row, then the second, ...
+    for column in zip(*[sources[row] for row in first]):
         latents = torch.stack([source.latents for source in column]).to(dit.device, dit.dtype)
         token_ids = torch.stack([source.token_ids for source in column])
         height, width = (parts.vae_scale_factor * side for side in latents.shape[2:])
@@ -163,20 +181,6 @@ def _write_keys(parts, unique: list[list[Source]]):
             **size_conditions(parts, height, width, n),
         )
     dit.gradient_checkpointing = was_checkpointing
-    return caches
-
-
-def source_cache(
-    parts,  # a GlmImagePipeline
-    # N lists of `Source`, equal in number and in sizes; None: no sources
-    sources: list[list[Source]] | None,
-):  # diffusers' GlmImageKVCache in reading mode, with N rows per layer; or None
-    "Keys and values of the sources in each layer of the DiT, with gradient if it is enabled."
-    if not sources:
-        return None
-    numbers = {}  # rows with the same sources share one pass
-    rows = [numbers.setdefault(tuple(map(id, row)), len(numbers)) for row in sources]
-    caches = _write_keys(parts, [sources[rows.index(n)] for n in range(len(numbers))])
     for layer in caches.caches:
         for cache in (layer.k_caches, layer.v_caches):
             # cache[0][rows] would add up its gradient in an order that changes from run to run

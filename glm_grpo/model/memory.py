@@ -101,14 +101,14 @@ def local_folder(
         return Path(index).parent
     if str(name) == "zai-org/GLM-Image":
         return None
-    command = f"hf download {name}" + (f" --revision {revision}" if revision else "")
     raise UserError(
-        f"{name}: not downloaded yet, so its sizes are not known. Download it first: {command}"
+        f"{name}: not downloaded yet, so its sizes are not known. "
+        f"Download it first: hf download {name} --revision {revision or 'main'}"
     )
 
 
 def layout_of(
-    configs: dict[str, dict] = PUBLISHED,  # part -> arguments of its configuration
+    configs: dict[str, dict],  # part -> arguments of its configuration
 ) -> dict[str, dict]:  # ar, dit, vae, byt5 -> {"config": dict, "shapes": name -> tuple}
     "The configuration and the shapes of the weights of each part; no weight is made."
     layout = {}

@@ -42,8 +42,6 @@ class TokenDecisions:
 class Denoising:
     "How N images are denoised, and their decisions."
 
-    height: int  # pixels
-    width: int
     num_inference_steps: int
     guidance_scale: float
     glyphs: dict[str, Tensor]  # of `glyph_embeddings`: prompt -> [S, D]
@@ -199,12 +197,10 @@ class DiTPolicy(HalfPolicy):
         size: int | None,  # rows scored at a time
     ) -> Samples:
         "The samples with the velocities of the slow copy, for `score_with_pull`."
-        rollout, size, found = samples.rollout, size or len(samples), []
+        rollout = samples.rollout
         with slowed():
-            for start in range(0, len(samples), size):
-                rows = rollout.rows(slice(start, start + size))
-                found.append(self.model.score_denoising(rows)[2])
-        denoising = replace(rollout.denoising, slow_velocities=torch.cat(found))
+            _, _, velocities = self.model.score_denoising(rollout, size)
+        denoising = replace(rollout.denoising, slow_velocities=velocities)
         return replace(samples, rollout=replace(rollout, denoising=denoising))
 
     def chunks(self, samples: Samples) -> Iterator[Samples]:
@@ -212,13 +208,13 @@ class DiTPolicy(HalfPolicy):
         denoising, advantages = samples.rollout.denoising, samples.advantages
         old = samples.old_logprobs
         for j in range(len(denoising.decisions)):
-            own = advantages
+            at, own = slice(j, j + 1), advantages
             if advantages is not None and advantages.dim() == 2:
-                own = advantages[:, j : j + 1]
+                own = advantages[:, at]
             yield replace(
                 samples,
                 rollout=replace(samples.rollout, denoising=denoising.decision(j)),
-                old_logprobs=None if old is None else old[:, j : j + 1],
+                old_logprobs=None if old is None else old[:, at],
                 advantages=own,
             )
 
@@ -229,13 +225,13 @@ class DiTPolicy(HalfPolicy):
 
 def _nft_numbers(denoising: Denoising, velocities: Tensor) -> tuple[Tensor, Tensor]:  # [n, D] each
     "`nft_terms` of each decision."
-    terms = []
-    for j, step in enumerate(denoising.decisions):
-        points, old = denoising.latents_before[:, j], denoising.old_velocities[:, j]
-        t, mix = float(denoising.sigmas[step]), denoising.noise.mix
-        terms.append(nft_terms(velocities[:, j], old, points, denoising.latents, t, mix))
-    surrogates, pulls = zip(*terms)
-    return torch.stack(surrogates, 1), torch.stack(pulls, 1)
+    n, D = velocities.shape[:2]
+    images = denoising.latents.repeat_interleave(D, 0)
+    t = denoising.sigmas[list(denoising.decisions)].repeat(n)
+    rows = velocities, denoising.old_velocities, denoising.latents_before
+    terms = nft_terms(*[x.flatten(0, 1) for x in rows], images, t, denoising.noise.mix)
+    surrogate, pull = (values.view(n, D) for values in terms)
+    return surrogate, pull
 
 
 def _normalised(samples: Samples, logprobs: Tensor, means: Tensor) -> Tensor:

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['SMALL', 'nucleus', 'pack_kept', 'unpack_kept', 'sample_token_ids', 'prefill', 'KVCache', 'rotation_table', 'rotate_',
-           'attend', 'fused_attend', 'SamplingLoop', 'Decisions', 'SampledTokens', 'sample_tokens']
+           'attend', 'SamplingLoop', 'Decisions', 'SampledTokens', 'sample_tokens']
 
 # %% ../../nbs/3_model/06_sampling.ipynb #c002
 from typing import NamedTuple
@@ -202,25 +202,14 @@ def attend(
     queries: Tensor,  # [N, G, queries per key head, D]
     keys: Tensor,  # [N, G, S, D]
     values: Tensor,  # [N, G, S, D]
-    bias: Tensor | None,  # [N, 1, 1, S]: 0, or -inf to mask; added to the scores
+    attn_mask: Tensor | None,  # [N, 1, 1, S]: 0, or -inf to mask; added to the scores
     scale: float,  # of the scores
 ) -> Tensor:  # as queries
-    "Softmax attention as two batched products."
+    "Softmax attention as two batched products, called as PyTorch's own."
     scores = torch.matmul(queries * scale, keys.transpose(2, 3))
-    if bias is not None:
-        scores += bias
+    if attn_mask is not None:
+        scores += attn_mask
     return torch.matmul(scores.softmax(-1), values)
-
-
-def fused_attend(
-    queries: Tensor,  # as `attend`
-    keys: Tensor,
-    values: Tensor,
-    bias: Tensor | None,
-    scale: float,
-) -> Tensor:
-    "The same in one operation of PyTorch."
-    return F.scaled_dot_product_attention(queries, keys, values, attn_mask=bias, scale=scale)
 
 # %% ../../nbs/3_model/06_sampling.ipynb #c029
 class SamplingLoop:
@@ -243,7 +232,7 @@ class SamplingLoop:
         self.cache = KVCache(prefilled, inputs, prompt_index, self.counter)
         merge = not fixed_shapes and self.hidden.dtype == torch.float32
         on_cpu = self.hidden.device.type == "cpu"
-        self.attend = attend if merge and on_cpu else fused_attend
+        self.attend = attend if merge and on_cpu else F.scaled_dot_product_attention
         product = merged_product if merge else called_product
         self.layers = [LayerParts(layer, product) for layer in self.text_model.layers]
         self.norm, self.head = rms_norm(self.text_model.norm), product([model.lm_head])
@@ -265,10 +254,11 @@ class SamplingLoop:
             _, N, G, _, D = self.cache.layers[number].shape
             qkv = layer.qkv(layer.norm_attention(x)).view(N, -1, D)
             rotate_(qkv[:, :-G], *rotation)  # queries and keys
-            seen = self.cache.write(number, qkv[:, -2 * G :].view(N, 2, G, D).transpose(0, 1))
+            written = qkv[:, -2 * G :].view(N, 2, G, D).transpose(0, 1)
+            keys, values, bias = self.cache.write(number, written)
             queries = qkv[:, : -2 * G].view(N, G, -1, D)
-            attended = self.attend(queries, *seen, self.scale).reshape(N, -1)
-            x = x + layer.norm_attention_out(layer.attention_out(attended))
+            attended = self.attend(queries, keys, values, attn_mask=bias, scale=self.scale)
+            x = x + layer.norm_attention_out(layer.attention_out(attended.reshape(N, -1)))
             gate, up = layer.gate_up(layer.norm_mlp(x)).chunk(2, -1)
             x = x + layer.norm_mlp_out(layer.down(up * layer.activation(gate)))
         self.hidden.copy_(self.norm(x))  # a recording reads this memory

@@ -170,24 +170,22 @@ def _check_size(height, width):
     "The smallest unit of GLM-Image is one token: 32 x 32 pixels. The preview needs one, too."
     for name, n in (("height", height), ("width", width)):
         if n < 32 or n % 32:
-            nearest = max(32, round(n / 32) * 32)
-            raise UserError(f"{name} is {n}, but must be a multiple of 32 pixels: take {nearest}")
+            raise UserError(f"{name} is {n} pixels: take a multiple of 32")
 
 # %% ../../nbs/3_model/01_tokens.ipynb #c041
 def prepare_prompts(
     processor,  # GlmImageProcessor
     model: nn.Module,  # GlmImageForConditionalGeneration
-    prompts: str | list[str],  # P of them
+    prompts: list[str],  # P of them
     height: int,  # of the image, in pixels, a multiple of 32
     width: int,
     images: list[list] | None = None,  # image-to-image: source images (PIL), as many per prompt
 ) -> PromptInputs:  # on the model's device
     "Tokenise and place as GlmImagePipeline does. Raises UserError: odd sizes, empty prompts."
-    prompts = [prompts] if isinstance(prompts, str) else list(prompts)
     _check_size(height, width)
     _check_prompts(prompts, processor, model.config)
     sources = images or [[] for _ in prompts]
-    batch = _tokenise(processor, prompts, sources, int(height), int(width))
+    batch = _tokenise(processor, prompts, sources, height, width)
 
     # [large, preview] after the sources; the model samples the preview first
     grids = batch["image_grid_thw"].view(len(prompts), -1, 3)[..., 1:].tolist()
@@ -196,8 +194,7 @@ def prepare_prompts(
     target_grids = [tuple(grid) for grid in reversed(grids[0][num_sources:])]
 
     start_id = model.config.image_start_token_id
-    where = source_grids, target_grids, start_id, model.device
-    inputs, places = _place_prompts(batch, *where)
+    inputs, places = _place_prompts(batch, source_grids, target_grids, start_id, model.device)
     if num_sources:
         inputs.input_ids = _ids_with_sources(model, batch, inputs.position_ids)
         inputs.sources = []
@@ -270,7 +267,7 @@ def check_prompt_lengths(
     _check_size(height, width)
     tokenised = model.processor.tokenizer(dataset.prompts, verbose=False).input_ids
     lengths = [len(ids) for ids in tokenised]
-    longest = max(range(len(lengths)), key=lengths.__getitem__)
+    longest = lengths.index(max(lengths))
     _check_prompts([dataset.prompts[longest]], model.processor, model.ar.config)
     sources = dataset[longest]["source"] if isinstance(dataset, I2IDataset) else []
     batch = _tokenise(model.processor, [dataset.prompts[longest]], [sources], height, width)
@@ -279,9 +276,7 @@ def check_prompt_lengths(
     available = model.ar.config.text_config.max_position_embeddings
     if needed > available:
         raise UserError(
-            f"{dataset.where(longest)}: "
-            f"{len(dataset.prompts[longest]):,} characters are {lengths[longest]:,} tokens; "
-            f"with the image's they need {needed:,} positions, and the model has {available:,}. "
-            "Shorten the prompt."
+            f"{dataset.where(longest)}: with its image this prompt needs {needed:,} positions, "
+            f"and the model has {available:,}. Shorten the prompt."
         )
     return needed
