@@ -206,12 +206,24 @@ def load_halves(
     folder: str | Path,  # of `save_halves`
 ) -> None:
     "UserError: not such a folder, or an adapter of another size. Then no weight is changed."
-    from peft import set_peft_model_state_dict
+    from peft import get_peft_model_state_dict, set_peft_model_state_dict
 
     states = {}
     for half, where in half_folders(folder, model.halves).items():
-        read = _read_adapter_for if half in model.adapters else _read_weights_for
-        states[half] = read(model, half, where)
+        if half not in model.adapters:
+            states[half] = _read_weights(model, half, where)
+            continue
+        saved, states[half] = read_adapter(where, half)
+        own = get_peft_model_state_dict(model.adapters[half], save_embedding_layers=False)
+        shapes = {name: x.shape for name, x in states[half].items()}
+        same = shapes == {name: x.shape for name, x in own.items()}
+        if not same or saved["alpha"] != model.lora.alpha:
+            raise UserError(
+                f"{where}: an adapter with {saved}; the model's {half} has {model.lora}. Set "
+                "model.lora_rank, lora_alpha and lora_target_modules to the adapter's, and "
+                "model.name and model.component to its model. (If all are equal, the tensors do "
+                "not match adapter_config.json.)"
+            )
     for half, state in states.items():
         if half in model.adapters:
             set_peft_model_state_dict(model.adapters[half], state)
@@ -222,7 +234,7 @@ def load_halves(
         model.halves[half].load_state_dict(sharded)
 
 
-def _read_weights_for(model, half: str, folder: Path) -> dict[str, Tensor]:
+def _read_weights(model, half: str, folder: Path) -> dict[str, Tensor]:
     if not Path(folder, "config.json").is_file():
         raise UserError(
             f"{folder}: no full weights, config.json is missing. Give a folder written with "
@@ -239,20 +251,3 @@ def _read_weights_for(model, half: str, folder: Path) -> dict[str, Tensor]:
         ) from error
     check_finite_weights(state, folder)
     return state
-
-
-def _read_adapter_for(model, half: str, folder: Path) -> dict[str, Tensor]:
-    from peft import get_peft_model_state_dict
-
-    saved, tensors = read_adapter(folder, half)
-    own = get_peft_model_state_dict(model.adapters[half], save_embedding_layers=False)
-    shapes = {name: x.shape for name, x in tensors.items()}
-    same = shapes == {name: x.shape for name, x in own.items()}
-    if not same or saved["alpha"] != model.lora.alpha:
-        raise UserError(
-            f"{folder}: an adapter with {saved}; the model's {half} has {model.lora}. Set "
-            "model.lora_rank, lora_alpha and lora_target_modules to the adapter's, and model.name "
-            "and model.component to its model. (If all are equal, the tensors do not match "
-            "adapter_config.json.)"
-        )
-    return tensors

@@ -210,10 +210,11 @@ def load_pipeline(
 
     folder = download_model(model_name, revision)
     check_model_folder(folder)
-    options = {"local_files_only": True, "use_safetensors": True}
     try:
         with quiet():
-            pipe = GlmImagePipeline.from_pretrained(folder, torch_dtype=torch_dtype, **options)
+            pipe = GlmImagePipeline.from_pretrained(
+                folder, torch_dtype=torch_dtype, local_files_only=True, use_safetensors=True
+            )
     except Exception as error:
         raise UserError(
             f"{model_name}: its files do not load ({_cause(error)}). "

@@ -150,13 +150,12 @@ class DiTPolicy(HalfPolicy):
         with torch.no_grad(), reference():
             _, ref_means, ref_velocities = self.model.score_denoising(samples.rollout)
         logprobs, means, velocities = self.model.score_denoising(samples.rollout)
-        distances, denoising = [], samples.rollout.denoising
-        for j in range(len(denoising.decisions)):
-            if kl == "gaussian":
-                std = denoising.stds()[j]
-                distances.append(gaussian_kl(means[:, j], ref_means[:, j], std))
-            else:
-                distances.append(velocity_mse(velocities[:, j], ref_velocities[:, j]))
+        if kl == "gaussian":
+            function = gaussian_kl
+            steps = zip(means.unbind(1), ref_means.unbind(1), samples.rollout.denoising.stds())
+        else:
+            function, steps = velocity_mse, zip(velocities.unbind(1), ref_velocities.unbind(1))
+        distances = [function(*step) for step in steps]
         return _normalised(samples, logprobs, means), {"kl": torch.stack(distances, 1)}
 
     def score_with_pull(
@@ -239,9 +238,9 @@ def _normalised(samples: Samples, logprobs: Tensor, means: Tensor) -> Tensor:
     denoising = samples.rollout.denoising
     if not denoising.ratio_norm:
         return logprobs
+    steps = denoising.latents_after, means, denoising.latents_means
     log_ratios = []
-    for j, std in enumerate(denoising.stds()):
-        old_mean = denoising.latents_means[:, j]
-        noise = (denoising.latents_after[:, j] - old_mean) / std
-        log_ratios.append(ratio_norm(noise, means[:, j], old_mean))
+    for *step, std in zip(*[x.unbind(1) for x in steps], denoising.stds()):
+        after, mean, old_mean = step
+        log_ratios.append(ratio_norm((after - old_mean) / std, mean, old_mean))
     return samples.old_logprobs + torch.stack(log_ratios, 1)

@@ -93,8 +93,7 @@ def sample_all_tokens(self) -> Rollout:
     model.wake("ar")
     prompts, images = [self.prompts[i] for i in first], self.source_images
     images = images and [images[i] for i in first]
-    size = self.height, self.width
-    inputs = prepare_prompts(model.processor, model.ar, prompts, *size, images)
+    inputs = prepare_prompts(model.processor, model.ar, prompts, self.height, self.width, images)
 
     prompt_index = torch.tensor(self.request_of_row)  # [N]
     prompt_of_sample, tokens = prompt_index[self.first_of_sample], self.names.tokens()
@@ -178,9 +177,15 @@ def add_decisions(self, denoising: Denoising) -> Denoising:
 def image_inputs(rollout: Rollout) -> ImageInputs:
     "The inputs from which the DiT makes the images of a rollout."
     denoising, grids = rollout.denoising, rollout.tokens.grids
-    tokens = large_grid_tokens(rollout.token_ids, grids), grids[-1], rollout.prompts
-    steps = denoising.num_inference_steps, denoising.guidance_scale
-    return ImageInputs(*tokens, *steps, denoising.sources, denoising.glyphs)
+    return ImageInputs(
+        large_grid_tokens(rollout.token_ids, grids),
+        grids[-1],
+        rollout.prompts,
+        denoising.num_inference_steps,
+        denoising.guidance_scale,
+        denoising.sources,
+        denoising.glyphs,
+    )
 
 
 @patch_to(RolloutSampler)
@@ -200,9 +205,13 @@ def denoise(self, rollout: Rollout) -> Rollout:
     if self.model.dit_decides and not matching:
         return self.denoise_with_decisions(rollout)
     if self.decode or matching:
-        inputs, noise = image_inputs(rollout), rollout.initial_latents
-        how = {"batch_size": self.options.batch_size, "on_rows": self.take_images}
-        found = sample_latents(self.model.pipe, inputs, noise, **how)
+        found = sample_latents(
+            self.model.pipe,
+            image_inputs(rollout),
+            rollout.initial_latents,
+            batch_size=self.options.batch_size,
+            on_rows=self.take_images,
+        )
     return self.match_images(rollout, found["latents"]) if matching else rollout
 
 # %% ../../nbs/3_model/19_rollouts.ipynb #c5ebdf2
@@ -228,12 +237,11 @@ def denoise_common_steps(self, rollout: Rollout) -> tuple[Tensor, int]:
 @patch_to(RolloutSampler)
 def denoise_with_decisions(self, rollout: Rollout) -> Rollout:
     "Denoise in the batches in which the steps will be scored, so that rounding is the same."
-    options, noise = rollout.denoising.noise, torch.empty(len(rollout), 0)
+    options, noise = rollout.denoising.noise, None
     if options.decisions:
         shape = len(options.decisions), *self.latent_shape
         noise = named_noise(self.names.step_noise(), shape)
     latents, done = self.denoise_common_steps(rollout)
-    steps = range(done, self.options.num_inference_steps)
     found = sample_latents(
         self.model.pipe,
         image_inputs(rollout),
@@ -241,7 +249,7 @@ def denoise_with_decisions(self, rollout: Rollout) -> Rollout:
         noise,
         options,
         micro_batch_size=self.score_batch_size or self.options.batch_size,
-        steps=steps,
+        steps=range(done, self.options.num_inference_steps),
         on_rows=self.take_images,
     )
     logprobs = found.pop("latents_logprobs", None)
@@ -293,8 +301,15 @@ def score_token_decisions(
         for start in range(0, len(rollout), size):
             batch = rollout.rows(slice(start, start + size))
             tokens = batch.tokens
-            rows = tokens.prompt_inputs, tokens.prompt_index, batch.token_ids
-            scored.append(score_tokens(model.ar, *rows, tokens.temperature, tokens.kept))
+            logprobs = score_tokens(
+                model.ar,
+                tokens.prompt_inputs,
+                tokens.prompt_index,
+                batch.token_ids,
+                tokens.temperature,
+                tokens.kept,
+            )
+            scored.append(logprobs)
     return torch.cat(scored)
 
 

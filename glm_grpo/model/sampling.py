@@ -137,9 +137,7 @@ class KVCache:
         counter: StepCounter,
     ):
         self.counter = counter
-        self.start = L = inputs.input_ids.shape[1]
-        counter.start_at(L)
-        T = inputs.num_tokens
+        L, T = inputs.input_ids.shape[1], inputs.num_tokens
         room = T + -(L + T) % 8  # GPU attention kernels need a mask whose length is a multiple of 8
         self.layers = []  # keys and values together: [2, N, G, L + room, D]
         for keys, values in prefilled:
@@ -157,7 +155,7 @@ class KVCache:
     def open_column(self) -> None:
         "From now on queries may attend to the token of this step."
         if self.counter.fixed:
-            self.bias.index_fill_(3, self.counter.places[self.start], 0)
+            self.bias.index_fill_(3, self.counter.column, 0)
 
     def write(
         self,
@@ -165,11 +163,11 @@ class KVCache:
         keys_and_values: Tensor,  # [2, N, G, D] of this step's token
     ) -> tuple[Tensor, Tensor, Tensor | None]:  # keys, values [N, G, columns, D] and their bias
         "Store a token in the cache of one layer. Returns all that its query attends to."
-        memory = self.layers[layer]
-        self.counter.put(memory, 3, keys_and_values, self.start)
-        if self.counter.fixed:
+        memory, counter = self.layers[layer], self.counter
+        counter.put(memory, 3, keys_and_values, counter.column)
+        if counter.fixed:
             return *memory.unbind(), self.bias
-        filled = self.start + self.counter.step + 1
+        filled = counter.column + 1
         bias = None if self.bias is None else self.bias[..., :filled]
         return *memory[..., :filled, :].unbind(), bias
 
@@ -225,7 +223,8 @@ class SamplingLoop:
         model, self.text_model, self.K = language_model_parts(model)
         last_hidden, prefilled = prefill(self.text_model, inputs)
         self.hidden = last_hidden[prompt_index]  # [N, H], what the head reads next
-        self.counter = StepCounter(fixed_shapes, inputs.attention_mask.device)
+        device, prompt_length = inputs.input_ids.device, inputs.input_ids.shape[1]
+        self.counter = StepCounter(fixed_shapes, device, prompt_length)
         self.rotations = rotation_table(
             self.text_model, self.hidden, inputs.decode_position_ids, prompt_index
         )
@@ -292,10 +291,10 @@ class Decisions:
         u = counter.take(self.uniforms, 1)
         logits = self.loop.logits() / self.temperature
         ids, logprobs, kept = sample_token_ids(logits, u, self.top_p, counter.fixed)
-        counter.put(self.token_ids, 1, ids)
-        counter.put(self.logprobs, 1, logprobs)
+        counter.put(self.token_ids, 1, ids, counter.step)
+        counter.put(self.logprobs, 1, logprobs, counter.step)
         if kept is not None:
-            counter.put(self.kept, 1, pack_kept(kept, counter.fixed))
+            counter.put(self.kept, 1, pack_kept(kept, counter.fixed), counter.step)
         return ids
 
     def step(self) -> None:

@@ -37,9 +37,14 @@ def _tokenise(processor, prompts, sources, height, width) -> BatchFeature:
         content.append({"type": "text", "text": prompt})
         messages.append([{"role": "user", "content": content}])
     options = {"padding": True, "target_h": height, "target_w": width}
-    how = {"tokenize": True, "return_dict": True, "return_tensors": "pt"}
     try:
-        return processor.apply_chat_template(messages, processor_kwargs=options, **how)
+        return processor.apply_chat_template(
+            messages,
+            processor_kwargs=options,
+            tokenize=True,
+            return_dict=True,
+            return_tensors="pt",
+        )
     except jinja2.TemplateError as error:
         folder = processor.tokenizer.name_or_path
         raise UserError(
@@ -155,14 +160,14 @@ def _check_prompts(prompts, processor, config):
     ids = [config.image_start_token_id, config.image_end_token_id, config.image_token_id]
     marks = processor.tokenizer.convert_ids_to_tokens(ids)
     marks += [processor.grid_bos_token, processor.grid_eos_token]
-    for i, prompt in enumerate(prompts):
+    for prompt in prompts:
         if not isinstance(prompt, str) or not prompt.strip():
-            raise UserError(f"prompt {i} is empty ({prompt!r}): write what the image shows")
+            raise UserError(f"a prompt is empty ({prompt!r}): write what the image shows")
         for mark in marks:
             if mark in prompt:
                 raise UserError(
-                    f"prompt {i} ({prompt!r}) contains {mark!r}, a mark that the model uses for "
-                    "its layout: take it out (sizes are given as height and width)"
+                    f"prompt {prompt!r} contains {mark!r}, a mark that the model uses for its "
+                    "layout: take it out (sizes are given as height and width)"
                 )
 
 

@@ -76,9 +76,12 @@ class GLMImageWrapper:
         self.num_parameters = sum(p.numel() for m in self.halves.values() for p in m.parameters())
         self.gradient_checkpointing = gradient_checkpointing
         if gradient_checkpointing:
-            options = {"use_reentrant": False, "preserve_rng_state": False}
-            # for the forward pass, which has it already, and for the repetition of a layer
-            options["context_fn"] = lambda: (contextlib.nullcontext(), masked_attention())
+            options = {
+                "use_reentrant": False,
+                "preserve_rng_state": False,
+                # for the forward pass, which has it already, and for the repetition of a layer
+                "context_fn": lambda: (contextlib.nullcontext(), masked_attention()),
+            }
             with quiet():
                 self.ar.gradient_checkpointing_enable(options)
             self.dit.enable_gradient_checkpointing()
@@ -125,9 +128,20 @@ class GLMImageWrapper:
             seed = self.seed if seed is None else seed
             names = SampleNames.number(seed, 0, requests, images_per_sample)
         own = self.image_defaults
-        what = prompts, images, height or own["height"], width or own["width"], names
-        how = complete_options(options, changes, self), score_batch_size, decode, score, on_images
-        return RolloutSampler(self, *what, *how).sample()
+        sampler = RolloutSampler(
+            self,
+            prompts,
+            images,
+            height or own["height"],
+            width or own["width"],
+            names,
+            complete_options(options, changes, self),
+            score_batch_size,
+            decode,
+            score,
+            on_images,
+        )
+        return sampler.sample()
 
     compute_token_logprobs = score_token_decisions
     score_denoising = score_denoising_decisions
