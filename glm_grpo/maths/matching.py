@@ -54,12 +54,10 @@ def nft_terms(
     x_t: Tensor,  # [N, ...] float, (1 - t) x0 + t noise
     x0: Tensor,  # [N, ...] float, the image's latents
     t: float | Tensor,  # one number or [N]
-    mix: float = 1.0,  # b: share of the policy in the mixed velocity
+    mix: float = 1.0,  # b, in (0, 1]: share of the policy in the mixed velocity
 ) -> tuple[Tensor, Tensor]:  # surrogate s [N] and pull k [N], float32
     """DiffusionNFT's loss in two parts: mean(-A s + c k) with advantages A within +-c (arXiv
-    2509.16117), which the caller clips. s is 0 where the policy is the old one. ValueError: mix."""
-    if not 0 < mix <= 1:
-        raise ValueError(f"mix {mix}: it must be above 0 and at most 1")
+    2509.16117), which the caller clips. s is 0 where the policy is the old one."""
     old, x_t, x0 = old_velocity.detach().double(), x_t.double(), x0.double()
     t = _per_row(t, x0).view(-1, *[1] * (x0.dim() - 1))
     towards = mix * velocity.double() + (1 - mix) * old

@@ -149,12 +149,11 @@ def check_finite_weights(
     file: str | Path,  # that they were read from
 ) -> None:
     "UserError: a weight has numbers that are not finite."
-    for name, weight in weights.items():
-        if not weight.isfinite().all():
-            raise UserError(
-                f"{file}: {name} contains NaN or infinity. Use an older checkpoint, "
-                "and train on with a lower learning rate."
-            )
+    if not all(weight.isfinite().all() for weight in weights.values()):
+        raise UserError(
+            f"{file}: a weight contains NaN or infinity. Use an older checkpoint, and train on "
+            "with a lower learning rate."
+        )
 
 # %% ../../nbs/3_model/13_adapters.ipynb #c9dfbc2
 def choose_lora(
@@ -163,7 +162,7 @@ def choose_lora(
     halves: Collection[str],  # those that train: "ar", "dit" or both
 ) -> LoraOptions | None:
     "The options of the adapters that are wanted; None: no adapters. UserError: a wrong value."
-    if lora is None or lora is False:
+    if lora in (None, False):
         return None
     given = {}
     if isinstance(lora, LoraOptions):

@@ -124,13 +124,13 @@ def encode_sources(
     "Latents and tokens of source images. UserError: an image's size does not fit its tokens."
     mean, std = latent_statistics(parts.vae)
     sources = []
-    for number, (image, (token_ids, grid)) in enumerate(zip(images, tokens)):
+    for image, (token_ids, grid) in zip(images, tokens):
         height, width = 32 * grid[0], 32 * grid[1]
         if image.size != (width, height):
             raise UserError(
-                f"source image {number} is {image.width} x {image.height} pixels, but the model "
-                f"reads it as {width} x {height}: sides must be multiples of 32, not too small "
-                "and not too narrow. Crop it, or set data.image_size."
+                f"a source image has {image.size} pixels, but the model reads {(width, height)}: "
+                "sides must be multiples of 32, not too small and not too narrow. Crop it, or set "
+                "data.image_size."
             )
         pixels = parts.image_processor.preprocess(image, height=height, width=width)
         pixels = pixels.to(parts.vae.device, parts.vae.dtype)

@@ -183,19 +183,14 @@ def download_model(
 
     name = str(model_name)
     try:
-        index = hf_hub_download(name, "model_index.json", revision=revision)
-    except Exception as error:
-        raise UserError(
-            f"{name}: not a folder, and not available from the hub ({_cause(error)}). "
-            "Fix the name, log in (hf auth login) or go online once."
-        ) from None
-    check_model_index(index, name)
-    try:
+        check_model_index(hf_hub_download(name, "model_index.json", revision=revision), name)
         return Path(GlmImagePipeline.download(name, revision=revision, use_safetensors=True))
+    except UserError:
+        raise
     except Exception as error:
         raise UserError(
-            f"{name}: the download failed ({_cause(error)}). "
-            "Run the command again: it continues where it stopped."
+            f"{name}: not a folder, and the download from the hub failed ({_cause(error)}). Fix "
+            "the name, log in (hf auth login) or go online; a download continues where it stopped."
         ) from error
 
 # %% ../../nbs/3_model/08_loading.ipynb #ce3e58a
@@ -238,8 +233,8 @@ def load_prompt_parts(
     options = {"local_files_only": True, "trust_remote_code": False}
     try:
         processor = GlmImageProcessor.from_pretrained(folder, subfolder="processor", **options)
-        options["subfolder"] = "vision_language_encoder"
-        config = GlmImageConfig.from_pretrained(folder, **options)
+        part = "vision_language_encoder"
+        config = GlmImageConfig.from_pretrained(folder, subfolder=part, **options)
     except Exception as error:
         raise UserError(f"{folder}: its files do not load ({_cause(error)}). {_AGAIN}") from error
     return SimpleNamespace(processor=processor, ar=SimpleNamespace(config=config))

@@ -178,8 +178,8 @@ def lock(block: Tensor, owner: object) -> None:
     error = int(cuda.cudaHostRegister(block.data_ptr(), block.nbytes, 0))
     if error:
         warnings.warn(
-            f"model.offload: {block.nbytes / 1e9:.1f} GB of the host's memory cannot be locked "
-            f"(CUDA error {error}), so weights are fetched slowly. Raise the limit: ulimit -l.",
+            "model.offload: the host's memory cannot be locked, so weights are fetched slowly. "
+            "Raise the limit: ulimit -l.",
             stacklevel=2,
         )
         with contextlib.suppress(RuntimeError):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..data.basics import UserError
-from ..data.rollout import Policy, Rollout, Samples, per_row
+from ..data.rollout import Policy, Samples, per_row
 from ..maths.matching import nft_terms
 from ..maths.sde import gaussian_kl, ratio_norm, step_coefficients, velocity_mse
 from .denoise import NO_NOISE, NoiseOptions
@@ -71,8 +71,8 @@ class Denoising:
 
     def stds(self) -> list[float]:
         "Standard deviation of the noise of each decision."
-        settings = self.noise.noise_level, self.noise.sde_type
-        return [step_coefficients(self.sigmas, i, *settings)[0] for i in self.decisions]
+        level, kind = self.noise.noise_level, self.noise.sde_type
+        return [step_coefficients(self.sigmas, i, level, kind)[0] for i in self.decisions]
 
     def decision(self, j: int) -> "Denoising":
         "The same with one decision only."
@@ -111,15 +111,16 @@ class ARPolicy(HalfPolicy):
     @torch.no_grad()
     def entropies(self, samples):
         self.model.wake("ar")
-        rollout, tokens = samples.rollout, samples.rollout.tokens
-        rows = tokens.prompt_inputs, tokens.prompt_index, rollout.token_ids
-        return score_tokens(self.model.ar, *rows, tokens.temperature, tokens.kept, entropies=True)
-
-    def lay_out(self, rollout, values):
-        grids = rollout.tokens.grids
-        names = ("preview", "large")[-len(grids) :]
-        parts = zip(names, grids, values.split([h * w for h, w in grids]))
-        return [(f"tokens of the {name} grid", part.view(h, w)) for name, (h, w), part in parts]
+        tokens = samples.rollout.tokens
+        return score_tokens(
+            self.model.ar,
+            tokens.prompt_inputs,
+            tokens.prompt_index,
+            samples.rollout.token_ids,
+            tokens.temperature,
+            tokens.kept,
+            entropies=True,
+        )
 
 # %% ../../nbs/3_model/17_policies.ipynb #n027
 class DiTPolicy(HalfPolicy):
@@ -217,10 +218,6 @@ class DiTPolicy(HalfPolicy):
                 advantages=own,
             )
 
-    def lay_out(self, rollout: Rollout, values: Tensor):
-        steps = ", ".join(map(str, rollout.denoising.decisions))
-        return [(f"denoising steps {steps}", values[None])]
-
 
 def _nft_numbers(denoising: Denoising, velocities: Tensor) -> tuple[Tensor, Tensor]:  # [n, D] each
     "`nft_terms` of each decision."
@@ -238,9 +235,9 @@ def _normalised(samples: Samples, logprobs: Tensor, means: Tensor) -> Tensor:
     denoising = samples.rollout.denoising
     if not denoising.ratio_norm:
         return logprobs
-    steps = denoising.latents_after, means, denoising.latents_means
+    noise = (denoising.latents_after - denoising.latents_means).unbind(1)
+    steps = zip(noise, means.unbind(1), denoising.latents_means.unbind(1), denoising.stds())
     log_ratios = []
-    for *step, std in zip(*[x.unbind(1) for x in steps], denoising.stds()):
-        after, mean, old_mean = step
-        log_ratios.append(ratio_norm((after - old_mean) / std, mean, old_mean))
+    for noise, mean, old_mean, std in steps:
+        log_ratios.append(ratio_norm(noise / std, mean, old_mean))
     return samples.old_logprobs + torch.stack(log_ratios, 1)

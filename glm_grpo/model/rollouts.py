@@ -81,6 +81,10 @@ class RolloutSampler:
         self.sample_of_row, self.first_of_sample = distinct(self.names.tokens())
         scale, config = self.model.pipe.vae_scale_factor, self.model.pipe.transformer.config
         self.latent_shape = config.in_channels, self.height // scale, self.width // scale
+        # with `shared_noise`, images of the same tokens start from the same noise
+        adds_noise = self.options.noise_level > 0 and self.options.dit_objective == "steps"
+        shared = self.options.shared_noise and self.model.dit_decides and adds_noise
+        self.first_noise = self.names.first_noise(shared)  # N names
         self.images = None  # [N, 3, H, W] float32 in [0, 1] on the CPU
         if self.decode:
             self.images = torch.empty(len(self.prompts), 3, self.height, self.width)
@@ -124,15 +128,6 @@ def sample_all_tokens(self) -> Rollout:
 
 # %% ../../nbs/3_model/19_rollouts.ipynb #n026
 @patch_to(RolloutSampler)
-def first_noise_names(self) -> list[str]:
-    "N names; with `shared_noise`, images of the same tokens have the same name."
-    options = self.options
-    adds_noise = options.noise_level > 0 and options.dit_objective == "steps"
-    shared = options.shared_noise and self.model.dit_decides and adds_noise
-    return self.names.first_noise(shared)
-
-
-@patch_to(RolloutSampler)
 def prepare_denoising(self, rollout: Rollout) -> Rollout:
     "First noise, glyphs, sources, and the denoising steps that are decisions."
     model, sources = self.model, None
@@ -150,7 +145,7 @@ def prepare_denoising(self, rollout: Rollout) -> Rollout:
     )
     if model.dit_decides:
         denoising = self.add_decisions(denoising)
-    first_noise = named_noise(self.first_noise_names(), self.latent_shape)
+    first_noise = named_noise(self.first_noise, self.latent_shape)
     return replace(rollout, initial_latents=first_noise, denoising=denoising)
 
 
@@ -168,8 +163,9 @@ def add_decisions(self, denoising: Denoising) -> Denoising:
         return replace(denoising, noise=noise, sigmas=sigmas, matching_guidance=guidance)
     if options.noise_level:
         possible = decision_steps(sigmas, options.noise_level, options.sde_type)
-        window = options.window, options.window_kind
-        chosen = choose_window(possible, *window, key=names.window(), step=names.step)
+        chosen = choose_window(
+            possible, options.window, options.window_kind, key=names.window(), step=names.step
+        )
     noise = NoiseOptions(tuple(chosen), options.noise_level, options.sde_type)
     return replace(denoising, noise=noise, sigmas=sigmas, ratio_norm=options.ratio_norm)
 
@@ -219,7 +215,7 @@ def denoise(self, rollout: Rollout) -> Rollout:
 def denoise_common_steps(self, rollout: Rollout) -> tuple[Tensor, int]:
     "The steps before the first decision, once per start: latents [N, C, h, w], number of steps."
     # rows with equal tokens and first noise: their latents are equal until the first decision
-    of_row, first = distinct(list(zip(self.names.tokens(), self.first_noise_names())))
+    of_row, first = distinct(list(zip(self.names.tokens(), self.first_noise)))
     number = min(rollout.denoising.decisions, default=0)
     if number == 0 or len(first) == len(rollout):
         return rollout.initial_latents, 0

@@ -118,7 +118,7 @@ class PromptInputs:
 
 # %% ../../nbs/3_model/01_tokens.ipynb #c032
 def _place_prompts(batch, source_grids, target_grids, start_id, device):
-    "(PromptInputs of a processor's batch, first token of each source for each prompt)"
+    "PromptInputs of a processor's batch; for each prompt (first token, grid) of its sources."
     ids, mask = batch["input_ids"], batch["attention_mask"]
     L = ids.shape[1]
     position_ids = torch.ones(3, *ids.shape, dtype=torch.long)
@@ -129,7 +129,7 @@ def _place_prompts(batch, source_grids, target_grids, start_id, device):
         marks = (ids[i, end:] == start_id).nonzero().flatten() + end
         for mark, (h, w) in zip(marks.tolist(), source_grids[i]):
             segments += [mark + 1 - end, (h, w)]  # text up to the mark, then the source
-            places.append(mark + 1)
+            places.append((mark + 1, (h, w)))
             end = mark + 1 + h * w
         positions = layout_positions([*segments, L - end, *target_grids])
         position_ids[:, i, L - num_real :] = positions[:, :num_real]
@@ -203,9 +203,8 @@ def prepare_prompts(
     if num_sources:
         inputs.input_ids = _ids_with_sources(model, batch, inputs.position_ids)
         inputs.sources = []
-        for ids, starts, own_grids in zip(inputs.input_ids, places, source_grids):
-            own = [(ids[at : at + h * w], (h, w)) for at, (h, w) in zip(starts, own_grids)]
-            inputs.sources.append(own)
+        for ids, own in zip(inputs.input_ids, places):
+            inputs.sources.append([(ids[at : at + h * w], (h, w)) for at, (h, w) in own])
     return inputs
 
 # %% ../../nbs/3_model/01_tokens.ipynb #p_cc4b7a9
@@ -270,10 +269,10 @@ def check_prompt_lengths(
 ) -> int:  # positions that the longest prompt and its image take
     "Raises UserError with file and line of a prompt that needs more positions than the model has."
     _check_size(height, width)
+    _check_prompts(dataset.prompts, model.processor, model.ar.config)
     tokenised = model.processor.tokenizer(dataset.prompts, verbose=False).input_ids
     lengths = [len(ids) for ids in tokenised]
     longest = lengths.index(max(lengths))
-    _check_prompts([dataset.prompts[longest]], model.processor, model.ar.config)
     sources = dataset[longest]["source"] if isinstance(dataset, I2IDataset) else []
     batch = _tokenise(model.processor, [dataset.prompts[longest]], [sources], height, width)
     grids = batch["image_grid_thw"][len(sources) :, 1:]  # an edit has no preview

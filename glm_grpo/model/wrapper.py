@@ -119,8 +119,8 @@ class GLMImageWrapper:
             numbers = {len(row) for row in images}
             if len(images) != len(prompts) or len(numbers) != 1 or 0 in numbers:
                 raise UserError(
-                    f"{len(prompts)} prompts need {len(prompts)} lists of source images, as many "
-                    "in each and none of them empty."
+                    f"{len(prompts)} prompts need as many lists of source images, all of one "
+                    "length and none of them empty."
                 )
         if names is None:
             images_per_sample = {"ar": 1, "dit": len(prompts), "both": 2}[self.component]
