@@ -38,8 +38,6 @@ def prepare(model, *args, **kwargs):
         ((["a cat"], 128, 0), "width is 0"),
         ((["a cat"], 128, 64.5), "width is 64.5"),
         ((["a cat", " "], 128, 128), "a prompt is empty"),
-        ((["a cat", None], 128, 128), "a prompt is empty"),
-        (([], 128, 128), "no prompts"),
         ((["a<sop>"], 128, 128), "contains '<sop>'"),
     ],
 )

@@ -138,7 +138,7 @@ def read_adapter(
     except Exception as error:
         raise UserError(
             f"{folder}: the adapter does not load ({type(error).__name__}: {error}). "
-            "Give a folder that training wrote (checkpoints/checkpoint_final)."
+            "Give another folder that training wrote, such as checkpoints/checkpoint_final."
         ) from error
     check_finite_weights(tensors, file)
     return options | {LORA_PLACES[half][1]: tuple(names)}, tensors

@@ -69,11 +69,11 @@ def check_model_folder(
     folder = Path(folder)
     index = folder / "model_index.json"
     if not index.is_file():
+        what = "no model, model_index.json is missing" if folder.is_dir() else "no such folder"
         raise UserError(
-            f"{folder}: no model, {index.name} is missing. Give the folder that holds it, next to "
-            "vision_language_encoder and transformer (data/tiny-glm-image comes with the package, "
-            "other models under data/ only with the repository), or a hub id (zai-org/GLM-Image) "
-            "as model.name."
+            f"{folder}: {what}. Give the folder that holds it, next to vision_language_encoder and "
+            "transformer (data/tiny-glm-image comes with the package, other models under data/ "
+            "only with the repository), or a hub id (zai-org/GLM-Image) as model.name."
         )
     check_model_index(index, folder)
     for part, keys in _PARTS.items():

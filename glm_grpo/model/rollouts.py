@@ -51,10 +51,9 @@ def complete_options(
         own = model.image_defaults
         options = RolloutOptions(own["num_inference_steps"], own["guidance_scale"])
     options, own = replace(options, **changes), model.ar.generation_config
-    if options.temperature is None:
-        options = replace(options, temperature=own.temperature or 1.0)
-    if options.top_p is None:
-        options = replace(options, top_p=own.top_p or 1.0)
+    for name in ("temperature", "top_p"):
+        if getattr(options, name) is None:
+            options = replace(options, **{name: getattr(own, name) or 1.0})
     check_options(options)
     return options
 
@@ -115,7 +114,7 @@ def sample_all_tokens(self) -> Rollout:
     token_ids, kept, logprobs = zip(*batches)
     token_ids, logprobs = torch.cat(token_ids), torch.cat(logprobs)
     kept = None if kept[0] is None else torch.cat(kept)[self.sample_of_row]
-    outside = (token_ids < 0) | (token_ids >= model.ar.config.vq_config.num_embeddings)
+    outside = token_ids >= model.ar.config.vq_config.num_embeddings
     return Rollout(
         prompts=self.prompts,
         source_images=self.source_images,

@@ -113,8 +113,8 @@ def sample_token_ids(
 def prefill(
     text_model: nn.Module,  # GlmImageTextModel
     inputs: PromptInputs,  # P prompts
-) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
-    "(last hidden state [P, H]; per layer keys and values [P, G, L, D], G: key heads)"
+) -> tuple[Tensor, list]:
+    "Last hidden state [P, H]; layers with `keys` and `values` [P, G, L, D], G: key heads."
     cache = DynamicCache(config=text_model.config)
     out = text_model(
         inputs_embeds=text_model.embed_tokens(inputs.input_ids),
@@ -123,7 +123,7 @@ def prefill(
         past_key_values=cache,
         use_cache=True,
     )
-    return out.last_hidden_state[:, -1], [(layer.keys, layer.values) for layer in cache.layers]
+    return out.last_hidden_state[:, -1], cache.layers
 
 # %% ../../nbs/3_model/06_sampling.ipynb #c018
 class KVCache:
@@ -131,7 +131,7 @@ class KVCache:
 
     def __init__(
         self,
-        prefilled: list[tuple[Tensor, Tensor]],  # of `prefill`
+        prefilled: list,  # the layers of `prefill`
         inputs: PromptInputs,  # P prompts
         prompt_index: Tensor,  # [N] int64: the prompt of each sample
         counter: StepCounter,
@@ -140,16 +140,17 @@ class KVCache:
         L, T = inputs.input_ids.shape[1], inputs.num_tokens
         room = T + -(L + T) % 8  # GPU attention kernels need a mask whose length is a multiple of 8
         self.layers = []  # keys and values together: [2, N, G, L + room, D]
-        for keys, values in prefilled:
-            _, G, _, D = keys.shape
-            memory = keys.new_zeros(2, len(prompt_index), G, L + room, D)
-            memory[0, :, :, :L], memory[1, :, :, :L] = keys[prompt_index], values[prompt_index]
+        for layer in prefilled:
+            _, G, _, D = layer.keys.shape
+            memory = layer.keys.new_zeros(2, len(prompt_index), G, L + room, D)
+            memory[0, :, :, :L] = layer.keys[prompt_index]
+            memory[1, :, :, :L] = layer.values[prompt_index]
             self.layers.append(memory)
         self.bias = None  # [N, 1, 1, L + room]: 0 where a query may attend, -inf elsewhere
         if counter.fixed or min(inputs.lengths) < L:
             mask = inputs.attention_mask[prompt_index].bool()
             visible = F.pad(mask, (0, room), value=not counter.fixed)
-            bias = torch.zeros(visible.shape, dtype=keys.dtype, device=visible.device)
+            bias = torch.zeros(visible.shape, dtype=memory.dtype, device=visible.device)
             self.bias = bias.masked_fill_(~visible, -torch.inf)[:, None, None]
 
     def open_column(self) -> None:

@@ -154,15 +154,13 @@ def _ids_with_sources(model, batch, position_ids):
 
 # %% ../../nbs/3_model/01_tokens.ipynb #c038
 def _check_prompts(prompts, processor, config):
-    "UserError: there are no prompts, or one is empty or contains the layout's own marks."
-    if not prompts:
-        raise UserError("no prompts: pass at least one")
+    "UserError: a prompt is empty or contains the layout's own marks."
     ids = [config.image_start_token_id, config.image_end_token_id, config.image_token_id]
     marks = processor.tokenizer.convert_ids_to_tokens(ids)
     marks += [processor.grid_bos_token, processor.grid_eos_token]
     for prompt in prompts:
-        if not isinstance(prompt, str) or not prompt.strip():
-            raise UserError(f"a prompt is empty ({prompt!r}): write what the image shows")
+        if not prompt.strip():
+            raise UserError("a prompt is empty: write what the image shows")
         for mark in marks:
             if mark in prompt:
                 raise UserError(
@@ -239,8 +237,9 @@ def trim(
 # %% ../../nbs/3_model/01_tokens.ipynb #p_cc06cb8
 def masked_attention():
     "Inside: no cuDNN attention, whose gradients were NaN with a mask. Also a decorator."
-    kernels = SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH
-    return sdpa_kernel(list(kernels))
+    return sdpa_kernel(
+        [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    )
 
 # %% ../../nbs/3_model/01_tokens.ipynb #c054
 def large_grid_tokens(

@@ -28,11 +28,36 @@ from .rollouts import image_defaults, image_inputs
 from .rollouts import score_denoising_decisions, score_token_decisions
 from .tokens import masked_attention
 
-# %% ../../nbs/3_model/21_wrapper.ipynb #n025
+# %% ../../nbs/3_model/21_wrapper.ipynb #w0c1d2e3
 COMPONENTS = {"ar": ["ar"], "dit": ["dit"], "both": ["ar", "dit"]}
 POLICIES = {"ar": ARPolicy, "dit": DiTPolicy}
 
 
+def _choose_weights(model, lora) -> None:
+    "Adapters, or all weights of the language model and of the DiT."
+    model.lora, model.adapters = choose_lora(lora, model.halves), {}
+    for half, module in model.halves.items():
+        if model.lora:
+            adapted = add_lora(module, model.lora, model.seed, half)
+            adapted.peft_config["default"].base_model_name_or_path = model.name
+            model.adapters[half] = adapted
+        else:
+            for part in trainable_parts(half, module):
+                part.requires_grad_(True)
+
+
+def _enable_checkpointing(model) -> None:
+    options = {
+        "use_reentrant": False,
+        "preserve_rng_state": False,
+        # for the forward pass, which has it already, and for the repetition of a layer
+        "context_fn": lambda: (contextlib.nullcontext(), masked_attention()),
+    }
+    with quiet():
+        model.ar.gradient_checkpointing_enable(options)
+    model.dit.enable_gradient_checkpointing()
+
+# %% ../../nbs/3_model/21_wrapper.ipynb #n025
 class GLMImageWrapper:
     "A GLM-Image whose token policy, denoising policy or both train."
 
@@ -64,27 +89,11 @@ class GLMImageWrapper:
         self.image_defaults = image_defaults(self.pipe)
         models = {"ar": self.ar, "dit": self.dit}
         self.halves = {half: models[half] for half in COMPONENTS[component]}
-        self.lora, self.adapters = choose_lora(lora, self.halves), {}
-        for half, module in self.halves.items():
-            if self.lora:
-                adapted = add_lora(module, self.lora, seed, half)
-                adapted.peft_config["default"].base_model_name_or_path = self.name
-                self.adapters[half] = adapted
-            else:
-                for part in trainable_parts(half, module):
-                    part.requires_grad_(True)
+        _choose_weights(self, lora)
         self.num_parameters = sum(p.numel() for m in self.halves.values() for p in m.parameters())
         self.gradient_checkpointing = gradient_checkpointing
         if gradient_checkpointing:
-            options = {
-                "use_reentrant": False,
-                "preserve_rng_state": False,
-                # for the forward pass, which has it already, and for the repetition of a layer
-                "context_fn": lambda: (contextlib.nullcontext(), masked_attention()),
-            }
-            with quiet():
-                self.ar.gradient_checkpointing_enable(options)
-            self.dit.enable_gradient_checkpointing()
+            _enable_checkpointing(self)
         rest = (self.pipe.vae, self.pipe.text_encoder)
         self.offload = Offload(models if offload else {}, self.device, rest)
         if isinstance(lora, (str, Path)):
@@ -119,8 +128,7 @@ class GLMImageWrapper:
             numbers = {len(row) for row in images}
             if len(images) != len(prompts) or len(numbers) != 1 or 0 in numbers:
                 raise UserError(
-                    f"{len(prompts)} prompts need as many lists of source images, all of one "
-                    "length and none of them empty."
+                    f"{len(prompts)} prompts need as many lists of source images, equally long."
                 )
         if names is None:
             images_per_sample = {"ar": 1, "dit": len(prompts), "both": 2}[self.component]
@@ -128,20 +136,10 @@ class GLMImageWrapper:
             seed = self.seed if seed is None else seed
             names = SampleNames.number(seed, 0, requests, images_per_sample)
         own = self.image_defaults
-        sampler = RolloutSampler(
-            self,
-            prompts,
-            images,
-            height or own["height"],
-            width or own["width"],
-            names,
-            complete_options(options, changes, self),
-            score_batch_size,
-            decode,
-            score,
-            on_images,
-        )
-        return sampler.sample()
+        height, width = height or own["height"], width or own["width"]
+        options = complete_options(options, changes, self)
+        how = score_batch_size, decode, score, on_images
+        return RolloutSampler(self, prompts, images, height, width, names, options, *how).sample()
 
     compute_token_logprobs = score_token_decisions
     score_denoising = score_denoising_decisions
