@@ -235,8 +235,8 @@ def _normalised(samples: Samples, logprobs: Tensor, means: Tensor) -> Tensor:
     denoising = samples.rollout.denoising
     if not denoising.ratio_norm:
         return logprobs
-    noise = (denoising.latents_after - denoising.latents_means).unbind(1)
-    steps = zip(noise, means.unbind(1), denoising.latents_means.unbind(1), denoising.stds())
+    added = (denoising.latents_after - denoising.latents_means).unbind(1)
+    steps = zip(added, means.unbind(1), denoising.latents_means.unbind(1), denoising.stds())
     log_ratios = []
     for noise, mean, old_mean, std in steps:
         log_ratios.append(ratio_norm(noise / std, mean, old_mean))

@@ -287,8 +287,8 @@ def score_token_decisions(
     extra = attention_mask is not None or isinstance(batch_size, Tensor)
     if extra or not isinstance(rollout, Rollout):
         raise UserError(
-            "attention_mask: a rollout has its own masks and prompts. Give it alone, as "
-            "generate_with_tracking returned it."
+            "log-probs are computed for a rollout alone, as generate_with_tracking returned it. "
+            "(attention_mask: a rollout has its own masks and prompts.)"
         )
     model.wake("ar")
     size, scored = batch_size or len(rollout), []
