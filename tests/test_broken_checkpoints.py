@@ -136,7 +136,7 @@ def test_a_broken_adapter_is_named_and_changes_nothing(adapter, tmp_path):
     nan = tensors | {first: tensors[first] * torch.nan}
     config = json.loads((path / "adapter_config.json").read_text())
     for name, content, words in (
-        ("adapter_model.safetensors", save(nan), f"{first} contains NaN or infinity"),
+        ("adapter_model.safetensors", save(nan), "contains NaN or infinity"),
         ("adapter_model.safetensors", save({}), "tensors do not match adapter_config.json"),
         ("adapter_model.safetensors", b"x", "the adapter does not load (SafetensorError"),
         ("adapter_config.json", b"\xff", "the adapter does not load (UnicodeDecodeError"),

@@ -187,7 +187,6 @@ def test_a_device_map_of_one_device_is_that_device(device_map, monkeypatch):
     [
         ({"device_map": {"": 0}}, "is not spread over devices"),
         ({"device_map": "tpu"}, "device 'tpu': unknown"),
-        ({"device": "cpu", "device_map": "cuda:0"}, "differ. Give one"),
         ({"torch_dtype": torch.float16}, "float16 cannot train all weights"),
         ({"torch_dtype": "float16", "lora": False}, "float16 cannot train all weights"),
     ],

@@ -120,7 +120,7 @@ def test_padding_changes_no_visible_row(model, inputs):
 @pytest.mark.parametrize("fixed", (False, True))
 def test_a_batch_of_one_prompt_needs_no_mask(model, inputs, kernel, index, fixed, monkeypatch):
     "Neither in the prompt's own pass nor in scoring; with fixed shapes the loop hides its room."
-    monkeypatch.setattr(sampling, "attend", sampling.fused_attend)  # on a CPU it asks no kernel
+    monkeypatch.setattr(sampling, "attend", F.scaled_dot_product_attention)  # a CPU asks no kernel
     together, _ = sample_and_score(model, inputs, [*index, 1 - index[0]], fixed)
     before = kernel.calls, kernel.masked_calls
     alone, logprobs = sample_and_score(model, inputs.rows([index[0]]), [0] * len(index), fixed)

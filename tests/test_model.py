@@ -186,16 +186,16 @@ def test_rows_are_sampled_and_scored_in_the_trainers_batches(monkeypatch):
         sizes["tokens"].append(len(prompt_index))
         return score_tokens(ar, inputs, prompt_index, *args)
 
-    def count_latents(pipe, inputs, *args, **kwargs):
-        sizes["latents"].append(len(inputs.prompts))
-        return sample_latents(pipe, inputs, *args, **kwargs)
+    def count_latents(*args, micro_batch_size=None, **kwargs):
+        sizes["latents"].append(micro_batch_size)
+        return sample_latents(*args, micro_batch_size=micro_batch_size, **kwargs)
 
     monkeypatch.setattr(rollouts, "score_tokens", count_tokens)
     monkeypatch.setattr(rollouts, "sample_latents", count_latents)
     prompts, images = edits()
     with torch.no_grad():
         replace(sampler_for(model, prompts, images), score_batch_size=2).sample()
-    assert sizes == {"tokens": [2, 1], "latents": [2, 1]}
+    assert sizes == {"tokens": [2, 1], "latents": [2]}
 
 
 @torch.no_grad()

@@ -202,14 +202,6 @@ class Policy:
         "Parts of a micro-batch whose decisions can be scored one after the other."
         yield samples
 
-    def lay_out(
-        self,
-        rollout: Rollout,
-        values: Tensor,  # [T], a number per decision
-    ) -> list[tuple[str, Tensor]]:  # (title, [rows, columns])
-        "Arrange a number per decision for a figure with one panel per title."
-        return [("decisions", values[None])]
-
 # %% ../../nbs/2_data/07_rollout.ipynb #n023
 def request_names(
     prompts: list[str],  # N

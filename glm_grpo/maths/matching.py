@@ -6,7 +6,6 @@
 __all__ = ['MatchingWeight', 'matching_logprob', 'nft_terms', 'stratified_steps']
 
 # %% ../../nbs/1_maths/05_matching.ipynb #1bfbd519
-from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -55,12 +54,10 @@ def nft_terms(
     x_t: Tensor,  # [N, ...] float, (1 - t) x0 + t noise
     x0: Tensor,  # [N, ...] float, the image's latents
     t: float | Tensor,  # one number or [N]
-    mix: float = 1.0,  # b: share of the policy in the mixed velocity
+    mix: float = 1.0,  # b, in (0, 1]: share of the policy in the mixed velocity
 ) -> tuple[Tensor, Tensor]:  # surrogate s [N] and pull k [N], float32
     """DiffusionNFT's loss in two parts: mean(-A s + c k) with advantages A within +-c (arXiv
-    2509.16117), which the caller clips. s is 0 where the policy is the old one. ValueError: mix."""
-    if not 0 < mix <= 1:
-        raise ValueError(f"mix {mix}: it must be above 0 and at most 1")
+    2509.16117), which the caller clips. s is 0 where the policy is the old one."""
     old, x_t, x0 = old_velocity.detach().double(), x_t.double(), x0.double()
     t = _per_row(t, x0).view(-1, *[1] * (x0.dim() - 1))
     towards = mix * velocity.double() + (1 - mix) * old
@@ -83,7 +80,7 @@ def stratified_steps(
     """The denoising steps at whose times an image is scored, one from each of D strata of the
     schedule without its first step and its last tenth. AWM, arXiv 2509.25050, takes the same
     range. ValueError: there are fewer than D."""
-    available: Sequence[int] = range(1, int(0.9 * num_steps))
+    available = range(1, int(0.9 * num_steps))
     if not 1 <= count <= len(available):
         raise ValueError(f"{count} times: {num_steps} steps have 1 to {len(available)}")
     edges = [j * len(available) // count for j in range(count + 1)]

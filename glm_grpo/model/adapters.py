@@ -45,23 +45,6 @@ LORA_PLACES = {
     "dit": (r"(?:transformer_blocks\.\d+\.)?", "dit_target_modules"),
 }
 
-
-def _check_targets(model, half: str, names: Collection[str]) -> None:
-    "UserError: no name is given, or one fits no linear layer."
-    prefix, option = LORA_PLACES[half]
-    there = set()
-    for name, layer in model.named_modules():
-        match = re.fullmatch(f"{prefix}(.*)", name)
-        if match and isinstance(layer, torch.nn.Linear):
-            there.add(match[1])
-    ends = "".join(f".{layer} " for layer in there)
-    wrong = [name for name in names if f".{name} " not in ends]
-    if wrong or not names:
-        raise UserError(
-            f"lora.{option} '{', '.join(wrong)}': no such layer in the {half}. "
-            f"There are {', '.join(sorted(there))}."
-        )
-
 # %% ../../nbs/3_model/13_adapters.ipynb #c36c042
 def compute_in_half_precision(
     model: torch.nn.Module,  # with adapters of peft
@@ -98,7 +81,18 @@ def add_lora(
 
     prefix, option = LORA_PLACES[half]
     names = getattr(options, option)
-    _check_targets(model, half, names)
+    there = set()
+    for name, layer in model.named_modules():
+        match = re.fullmatch(f"{prefix}(.*)", name)
+        if match and isinstance(layer, torch.nn.Linear):
+            there.add(match[1])
+    ends = "".join(f".{layer} " for layer in there)
+    for name in names or [""]:
+        if f".{name} " not in ends:
+            raise UserError(
+                f"lora.{option} '{name}': no such layer in the {half}. "
+                f"There are {', '.join(sorted(there))}."
+            )
     one_of_names = "|".join(map(re.escape, names))
     config = LoraConfig(
         r=options.rank,
@@ -141,15 +135,10 @@ def read_adapter(
         if isinstance(names, str):  # the regular expression of `add_lora` ends with (a|b|c)
             names = re.fullmatch(r".*\((.*)\)", names)[1].replace("\\", "").split("|")
         options = {"rank": int(config["r"]), "alpha": float(config["lora_alpha"])}
-    except FileNotFoundError as error:
-        raise UserError(
-            f"{folder}: no adapter, {Path(error.filename or file).name} is missing. "
-            "Give a folder that training wrote (checkpoints/checkpoint_final)."
-        ) from None
     except Exception as error:
         raise UserError(
             f"{folder}: the adapter does not load ({type(error).__name__}: {error}). "
-            "Use another checkpoint."
+            "Give another folder that training wrote, such as checkpoints/checkpoint_final."
         ) from error
     check_finite_weights(tensors, file)
     return options | {LORA_PLACES[half][1]: tuple(names)}, tensors
@@ -160,12 +149,11 @@ def check_finite_weights(
     file: str | Path,  # that they were read from
 ) -> None:
     "UserError: a weight has numbers that are not finite."
-    for name, weight in weights.items():
-        if not weight.isfinite().all():
-            raise UserError(
-                f"{file}: {name} contains NaN or infinity. Use an older checkpoint, "
-                "and train on with a lower learning rate."
-            )
+    if not all(weight.isfinite().all() for weight in weights.values()):
+        raise UserError(
+            f"{file}: a weight contains NaN or infinity. Use an older checkpoint, and train on "
+            "with a lower learning rate."
+        )
 
 # %% ../../nbs/3_model/13_adapters.ipynb #c9dfbc2
 def choose_lora(
@@ -174,7 +162,7 @@ def choose_lora(
     halves: Collection[str],  # those that train: "ar", "dit" or both
 ) -> LoraOptions | None:
     "The options of the adapters that are wanted; None: no adapters. UserError: a wrong value."
-    if lora is None or lora is False:
+    if lora in (None, False):
         return None
     given = {}
     if isinstance(lora, LoraOptions):
@@ -217,12 +205,24 @@ def load_halves(
     folder: str | Path,  # of `save_halves`
 ) -> None:
     "UserError: not such a folder, or an adapter of another size. Then no weight is changed."
-    from peft import set_peft_model_state_dict
+    from peft import get_peft_model_state_dict, set_peft_model_state_dict
 
     states = {}
     for half, where in half_folders(folder, model.halves).items():
-        read = _read_adapter_for if half in model.adapters else _read_weights_for
-        states[half] = read(model, half, where)
+        if half not in model.adapters:
+            states[half] = _read_weights(model, half, where)
+            continue
+        saved, states[half] = read_adapter(where, half)
+        own = get_peft_model_state_dict(model.adapters[half], save_embedding_layers=False)
+        shapes = {name: x.shape for name, x in states[half].items()}
+        same = shapes == {name: x.shape for name, x in own.items()}
+        if not same or saved["alpha"] != model.lora.alpha:
+            raise UserError(
+                f"{where}: an adapter with {saved}; the model's {half} has {model.lora}. Set "
+                "model.lora_rank, lora_alpha and lora_target_modules to the adapter's, and "
+                "model.name and model.component to its model. (If all are equal, the tensors do "
+                "not match adapter_config.json.)"
+            )
     for half, state in states.items():
         if half in model.adapters:
             set_peft_model_state_dict(model.adapters[half], state)
@@ -233,7 +233,7 @@ def load_halves(
         model.halves[half].load_state_dict(sharded)
 
 
-def _read_weights_for(model, half: str, folder: Path) -> dict[str, Tensor]:
+def _read_weights(model, half: str, folder: Path) -> dict[str, Tensor]:
     if not Path(folder, "config.json").is_file():
         raise UserError(
             f"{folder}: no full weights, config.json is missing. Give a folder written with "
@@ -250,22 +250,3 @@ def _read_weights_for(model, half: str, folder: Path) -> dict[str, Tensor]:
         ) from error
     check_finite_weights(state, folder)
     return state
-
-
-def _read_adapter_for(model, half: str, folder: Path) -> dict[str, Tensor]:
-    from peft import get_peft_model_state_dict
-
-    saved, tensors = read_adapter(folder, half)
-    own = get_peft_model_state_dict(model.adapters[half], save_embedding_layers=False)
-    shapes = {name: x.shape for name, x in tensors.items()}
-    same = shapes == {name: x.shape for name, x in own.items()}
-    if not same or saved["alpha"] != model.lora.alpha:
-        option = LORA_PLACES[half][1]
-        raise UserError(
-            f"{folder}: an adapter of rank {saved['rank']}, alpha {saved['alpha']:g} on "
-            f"{', '.join(saved[option])}; the model's {half} has rank {model.lora.rank}, alpha "
-            f"{model.lora.alpha:g}. Set model.lora_rank, lora_alpha and lora_target_modules to the "
-            "adapter's, and model.name and model.component to its model. (If all are equal, the "
-            "tensors do not match adapter_config.json.)"
-        )
-    return tensors

@@ -54,12 +54,13 @@ def called_product(
     "The layers' own weights, and the adapters of all of them as two small products."
     bases = [getattr(linear, "base_layer", linear) for linear in linears]
     weights = [(base.weight, base.bias) for base in bases]  # a call of a module runs its hooks
-    down, blocks, start = [], [], 0
+    down, blocks = [], []
     for linear, base in zip(linears, bases):
+        rows = [base.weight.new_empty(0, base.out_features)]
         for name in active_adapters(linear):
             down.append(linear.lora_A[name].weight)
-            blocks.append((start, (linear.lora_B[name].weight * linear.scaling[name]).T))
-        start += base.out_features
+            rows.append((linear.lora_B[name].weight * linear.scaling[name]).T)
+        blocks.append(torch.cat(rows))
 
     def plain(x):
         outs = [F.linear(x, *own) for own in weights]
@@ -67,12 +68,9 @@ def called_product(
 
     if not down:
         return plain
-    down = torch.cat(down)  # [R, inputs]
-    up, row = down.new_zeros(len(down), start), 0  # [R, outputs of all layers]
-    for column, block in blocks:
-        up[row : row + block.shape[0], column : column + block.shape[1]] = block
-        row += block.shape[0]
-    down, up = down.to(weights[0][0].dtype), up.to(weights[0][0].dtype)
+    dtype = weights[0][0].dtype
+    down = torch.cat(down).to(dtype)  # [R, inputs]
+    up = torch.block_diag(*blocks).to(dtype)  # [R, outputs of all layers]
     return lambda x: torch.addmm(plain(x), F.linear(x, down), up)
 
 # %% ../../nbs/3_model/04_decode_step.ipynb #cdced1d
@@ -103,19 +101,14 @@ class LayerParts:
 
 # %% ../../nbs/3_model/04_decode_step.ipynb #c1b8bb4
 class StepCounter:
-    "Number of the current decision: a Python int, or with `fixed` shapes a tensor [1]."
+    """Number of the current decision, and its column in the cache, which begins with the prompt:
+    Python ints, or with `fixed` shapes tensors [1]."""
 
-    def __init__(self, fixed: bool, device: str | torch.device):
-        self.fixed, self.device = fixed, device
-        self.step = self._number(0)
-        self.places = {0: self.step}  # start -> start + step, of all starts in use
-
-    def _number(self, value):
-        return torch.full((1,), value, device=self.device) if self.fixed else value
-
-    def start_at(self, start: int) -> None:
-        "Allow `put` with this start. Call it before the first step: a step must create no tensor."
-        self.places.setdefault(start, self._number(start))
+    def __init__(self, fixed: bool, device: str | torch.device, prompt_length: int = 0):
+        self.fixed, self.step, self.column = fixed, 0, prompt_length
+        if fixed:
+            self.step = torch.full((1,), 0, device=device)
+            self.column = torch.full((1,), prompt_length, device=device)
 
     def take(self, x: Tensor, dim: int) -> Tensor:
         "x[step] along `dim`."
@@ -123,19 +116,17 @@ class StepCounter:
             return x.index_select(dim, self.step).squeeze(dim)
         return x.select(dim, self.step)
 
-    def put(self, x: Tensor, dim: int, value: Tensor, start: int = 0) -> None:
-        "x[start + step] = value along `dim`."
+    def put(self, x: Tensor, dim: int, value: Tensor, at: int | Tensor) -> None:
+        "x[at] = value along `dim`, where `at` is `step` or `column`."
         if self.fixed:
-            x.index_copy_(dim, self.places[start], value.unsqueeze(dim))
+            x.index_copy_(dim, at, value.unsqueeze(dim))
         else:
-            x.select(dim, self.step + start).copy_(value)
+            x.select(dim, at).copy_(value)
 
     def advance(self) -> None:
-        if self.fixed:
-            for place in self.places.values():
-                place += 1  # in place: a recording reads the same memory each time
-        else:
-            self.step += 1
+        # of tensors in place: a recording reads the same memory each time
+        self.step += 1
+        self.column += 1
 
 # %% ../../nbs/3_model/04_decode_step.ipynb #c4e254c
 @functools.cache

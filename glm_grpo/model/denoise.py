@@ -63,33 +63,6 @@ def make_conditions(
     )
 
 # %% ../../nbs/3_model/11_denoise.ipynb #n013
-def _ask(
-    transformer,
-    conditions: Conditions,
-    latents: Tensor,  # [M, C, h, w]; M is N or a multiple of it
-    timestep: Tensor,
-    glyphs: Tensor,  # [M, S, D]
-    dropped: Tensor,  # the rows whose tokens are hidden
-    sources=None,
-) -> Tensor:  # [M, C, h, w] float32
-    "One call of the DiT."
-    rows = len(latents)
-    times = rows // len(conditions.token_ids)
-    velocity = transformer(
-        hidden_states=latents.to(transformer.dtype),
-        encoder_hidden_states=glyphs,
-        prior_token_id=conditions.token_ids.repeat(times, 1),
-        prior_token_drop=dropped,
-        timestep=timestep.expand(rows) - 1,
-        target_size=conditions.target_size.repeat(times, 1),
-        crop_coords=conditions.crop_coords.repeat(times, 1),
-        image_rotary_emb=conditions.image_rotary_emb,
-        kv_caches=sources,
-        return_dict=False,
-    )[0]
-    return velocity.float()
-
-
 def predict_velocity(
     transformer,  # the DiT
     conditions: Conditions,  # of N rows
@@ -100,21 +73,38 @@ def predict_velocity(
 ) -> Tensor:  # [N, C, h, w] float32, with a gradient where gradients are enabled
     "The DiT's velocity with classifier-free guidance (arXiv 2207.12598), a pure function."
     c, scale = conditions, conditions.guidance_scale
+
+    def ask(latents, glyphs, dropped, sources=None):
+        "One call of the DiT with N or 2N rows, which hides the tokens of the dropped rows."
+        rows, times = len(latents), len(latents) // len(c.token_ids)
+        velocity = transformer(
+            hidden_states=latents.to(transformer.dtype),
+            encoder_hidden_states=glyphs,
+            prior_token_id=c.token_ids.repeat(times, 1),
+            prior_token_drop=dropped,
+            timestep=timestep.expand(rows) - 1,
+            target_size=c.target_size.repeat(times, 1),
+            crop_coords=c.crop_coords.repeat(times, 1),
+            image_rotary_emb=c.image_rotary_emb,
+            kv_caches=sources,
+            return_dict=False,
+        )[0]
+        return velocity.float()
+
     all_rows = torch.arange(len(latents), device=latents.device)
     no_row = torch.arange(0, device=latents.device)
     if scale <= 1:
-        return _ask(transformer, c, latents, timestep, c.glyphs, no_row, c.sources)
+        return ask(latents, c.glyphs, no_row, c.sources)
     if together is None:
         # one call is not faster on a CPU, and would round differently from the pipeline
         together = latents.device.type != "cpu"
     if together and c.sources is None and c.glyphs.shape == c.no_glyphs.shape:
         twice, both = torch.cat([latents] * 2), torch.cat([c.glyphs, c.no_glyphs])
         second_half = all_rows + len(latents)
-        answers = _ask(transformer, c, twice, timestep, both, second_half)
-        guided, plain = answers.chunk(2)
+        guided, plain = ask(twice, both, second_half).chunk(2)
     else:
-        guided = _ask(transformer, c, latents, timestep, c.glyphs, no_row, c.sources)
-        plain = _ask(transformer, c, latents, timestep, c.no_glyphs, all_rows)
+        guided = ask(latents, c.glyphs, no_row, c.sources)
+        plain = ask(latents, c.no_glyphs, all_rows)
     return plain + scale * (guided - plain)
 
 # %% ../../nbs/3_model/11_denoise.ipynb #n022
@@ -177,7 +167,7 @@ def denoise(
 class ImageInputs:
     "The inputs of N images. Equal tokens, prompt, sources and noise give equal images."
 
-    large_ids: Tensor  # [N, h*w] int64, ids of the large grid, each below the codebook's size
+    large_ids: Tensor  # [N, h*w] int64, ids of the large grid
     grid: tuple[int, int]  # (h, w); the image has 32h x 32w pixels
     prompts: list[str]  # N; only their quoted parts matter
     num_inference_steps: int = 50
@@ -200,7 +190,10 @@ def _clocks(parts, inputs: ImageInputs) -> tuple[Tensor, Tensor]:
 
 
 def _batches(
-    parts, inputs: ImageInputs, batch_size: int | None
+    parts,
+    inputs: ImageInputs,
+    batch_size: int | None = None,
+    micro_batch_size: int | None = None,
 ) -> Iterator[tuple[list[int], Conditions]]:
     "Rows of one shape, in the order in which the shapes first appear, with their conditions."
     prompts, sources = inputs.prompts, inputs.sources
@@ -208,23 +201,23 @@ def _batches(
     rows_of = {}
     for row, prompt in enumerate(prompts):
         of_row = sources[row] if sources else []
-        shape = len(glyphs[prompt]), *(source.latents.shape for source in of_row)
-        rows_of.setdefault(shape, []).append(row)
-    batches = []
-    for rows in rows_of.values():
-        size = batch_size or len(rows)
-        batches += [rows[first : first + size] for first in range(0, len(rows), size)]
-    for rows in batches:
-        conditions = make_conditions(
-            parts,
-            _take(inputs.large_ids, rows),
-            inputs.grid,
-            [glyphs[prompts[row]] for row in rows],
-            glyphs[""],
-            inputs.guidance_scale,
-            [sources[row] for row in rows] if sources else None,
-        )
-        yield rows, conditions
+        shapes = len(glyphs[prompt]), *(source.latents.shape for source in of_row)
+        micro_batch = row // micro_batch_size if micro_batch_size else 0
+        rows_of.setdefault((micro_batch, shapes), []).append(row)
+    for all_rows in rows_of.values():
+        size = batch_size or len(all_rows)
+        for first in range(0, len(all_rows), size):
+            rows = all_rows[first : first + size]
+            conditions = make_conditions(
+                parts,
+                _take(inputs.large_ids, rows),
+                inputs.grid,
+                [glyphs[prompts[row]] for row in rows],
+                glyphs[""],
+                inputs.guidance_scale,
+                [sources[row] for row in rows] if sources else None,
+            )
+            yield rows, conditions
 
 # %% ../../nbs/3_model/11_denoise.ipynb #xn021
 @torch.no_grad()
@@ -236,73 +229,43 @@ def sample_latents(
     options: NoiseOptions = NO_NOISE,
     *,
     batch_size: int | None = None,  # at most this many rows at once; None: no limit
+    micro_batch_size: int | None = None,  # rows that will be scored together; None: all
     steps: range | None = None,  # numbers of the denoising steps to run; None: all
     # called with (row numbers, their latents) as soon as a batch is done
     on_rows: Callable[[list[int], Tensor], None] | None = None,
 ) -> dict[str, Tensor]:  # float32 on the model's device
     """Denoise, and keep what scoring the decisions needs.
 
-    Returns latents [N, C, 4h, 4w]; with decisions also before, after, means [N, D, C, 4h, 4w] and
-    log_probs [N, D]. ValueError: an id is outside the codebook.
+    Returns latents [N, C, 4h, 4w]; with decisions also latents_before, latents_after,
+    latents_means [N, D, C, 4h, 4w] and latents_logprobs [N, D].
     """
-    dit, clocks, ids = parts.transformer, _clocks(parts, inputs), inputs.large_ids
-    codebook_size = dit.config.prior_vq_quantizer_codebook_size
-    if len(ids) and not 0 <= ids.min() <= ids.max() < codebook_size:
-        raise ValueError(f"an id outside the codebook of {codebook_size}")
-    out = {}
-    for rows, conditions in _batches(parts, inputs, batch_size):
+    dit, clocks, N = parts.transformer, _clocks(parts, inputs), len(inputs.prompts)
+    kept, out = ("latents_before", "latents_after", "latents_means", "latents_logprobs"), {}
+    for rows, conditions in _batches(parts, inputs, batch_size, micro_batch_size):
         first = latents[rows].to(dit.device, torch.float32)
         of_rows = noise[rows].to(dit.device) if options.decisions else None
         decided = []
         for step in denoise(dit, conditions, first, clocks, of_rows, options, steps):
             if step.index in options.decisions:
-                decided.append(step)
+                decided.append((step.before, step.after, step.mean, step.log_prob))
         found = {"latents": step.after}
-        if decided:
-            found["before"] = torch.stack([step.before for step in decided], 1)
-            found["after"] = torch.stack([step.after for step in decided], 1)
-            found["means"] = torch.stack([step.mean for step in decided], 1)
-            found["log_probs"] = torch.stack([step.log_prob for step in decided], 1)
+        for name, values in zip(kept, zip(*decided)):
+            found[name] = torch.stack(values, 1)
         for name, value in found.items():
             if name not in out:
-                out[name] = value.new_empty(len(ids), *value.shape[1:])
+                out[name] = value.new_empty(N, *value.shape[1:])
             out[name][rows] = value
         if on_rows:
             on_rows(rows, step.after)
     return out
 
 # %% ../../nbs/3_model/11_denoise.ipynb #n037
-def _score_decision(
-    velocity: Tensor,  # [N, C, h, w], with gradient
-    before: Tensor,
-    after: Tensor,
-    sigmas: Tensor,  # [K+1], on the CPU
-    index: int,  # step number
-    options: NoiseOptions,
-) -> tuple[Tensor, Tensor]:  # log-prob [N], mean [N, C, h, w]
-    if options.weight == "nft":  # its numbers need the old velocities, see `DiTPolicy`
-        return velocity.new_zeros(len(velocity)), velocity
-    if options.weight:
-        return matching_logprob(velocity, after, float(sigmas[index]), options.weight), velocity
-    _, log_prob, mean, _ = sde_step(
-        velocity,
-        before,
-        sigmas,
-        index,
-        noise_level=options.noise_level,
-        sde_type=options.sde_type,
-        prev_sample=after,
-    )
-    return log_prob, mean
-
-
 def score_latents(
     parts,  # a GlmImagePipeline
     inputs: ImageInputs,  # of N rows
     before: Tensor,  # [N, D, C, 4h, 4w] float32, of `sample_latents`
     after: Tensor,  # the same shape
     options: NoiseOptions,  # as in `sample_latents`
-    batch_size: int | None = None,  # at most this many rows at once; None: no limit
 ) -> tuple[Tensor, Tensor, Tensor]:  # log_probs [N, D]; means, velocities [N, D, C, 4h, 4w]
     """Log-prob of each decision under the current DiT, with a gradient where it is enabled.
 
@@ -312,14 +275,29 @@ def score_latents(
     dit = parts.transformer
     timesteps, sigmas = _clocks(parts, inputs)
     order, found = [], []
-    for rows, conditions in _batches(parts, inputs, batch_size):
+    for rows, conditions in _batches(parts, inputs):
         steps = []
         for column, index in enumerate(options.decisions):
             latents = _take(before[:, column], rows).to(dit.device)
             velocity = predict_velocity(dit, conditions, latents, timesteps[index])
             result = _take(after[:, column], rows).to(dit.device)
-            decision = _score_decision(velocity, latents, result, sigmas, index, options)
-            steps.append((*decision, velocity))
+            mean = velocity
+            if options.weight == "nft":  # its numbers need the old velocities, see `DiTPolicy`
+                log_prob = velocity.new_zeros(len(velocity))
+            elif options.weight:
+                t = float(sigmas[index])
+                log_prob = matching_logprob(velocity, result, t, options.weight)
+            else:
+                _, log_prob, mean, _ = sde_step(
+                    velocity,
+                    latents,
+                    sigmas,
+                    index,
+                    noise_level=options.noise_level,
+                    sde_type=options.sde_type,
+                    prev_sample=result,
+                )
+            steps.append((log_prob, mean, velocity))
         order += rows
         found.append([torch.stack(values, 1) for values in zip(*steps)])
     back = sorted(range(len(order)), key=order.__getitem__)

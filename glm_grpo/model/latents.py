@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['PIXELS_AT_A_TIME', 'schedule', 'latent_statistics', 'decode_latents', 'glyph_embeddings', 'size_conditions', 'Source',
-           'encode_sources', 'source_cache']
+           'encode_sources', 'distinct', 'source_cache']
 
 # %% ../../nbs/3_model/09_latents.ipynb #n003
 import copy
@@ -21,19 +21,17 @@ from .tokens import upsample_tokens
 # %% ../../nbs/3_model/09_latents.ipynb #n018
 def schedule(
     scheduler,  # the model's FlowMatchEulerDiscreteScheduler; it is not changed
-    num_inference_steps: int,  # K
+    num_inference_steps: int,  # K, at most the scheduler's training steps
     num_patches: int,  # L = height/16 * width/16
     device: str | torch.device = "cpu",  # of the timesteps, which go into the DiT
 ) -> tuple[Tensor, Tensor]:  # timesteps [K] and sigmas [K+1], float32
     """The two time scales of GlmImagePipeline.
 
     Timesteps are unshifted; the DiT gets them minus 1. Sigmas are shifted, fall from 1 to 0 and
-    stay on the CPU. ValueError: K is not between 1 and the scheduler's training steps.
+    stay on the CPU.
     """
     config = scheduler.config
     train_steps = config.num_train_timesteps
-    if not 1 <= num_inference_steps <= train_steps:
-        raise ValueError(f"num_inference_steps {num_inference_steps}: must be 1 to {train_steps}")
     times = np.linspace(train_steps, 1.0, num_inference_steps + 1)[:-1]
     times = times.astype(np.int64).astype(np.float32)
     size_ratio = (num_patches / config.get("base_image_seq_len", 256)) ** 0.5
@@ -124,13 +122,13 @@ def encode_sources(
     "Latents and tokens of source images. UserError: an image's size does not fit its tokens."
     mean, std = latent_statistics(parts.vae)
     sources = []
-    for number, (image, (token_ids, grid)) in enumerate(zip(images, tokens)):
+    for image, (token_ids, grid) in zip(images, tokens):
         height, width = 32 * grid[0], 32 * grid[1]
         if image.size != (width, height):
             raise UserError(
-                f"source image {number} is {image.width} x {image.height} pixels, but the model "
-                f"reads it as {width} x {height}: sides must be multiples of 32, not too small "
-                "and not too narrow. Crop it, or set data.image_size."
+                f"a source image has {image.size} pixels, but the model reads {(width, height)}: "
+                "sides must be multiples of 32, not too small and not too narrow. Crop it, or set "
+                "data.image_size."
             )
         pixels = parts.image_processor.preprocess(image, height=height, width=width)
         pixels = pixels.to(parts.vae.device, parts.vae.dtype)
@@ -140,16 +138,34 @@ def encode_sources(
     return sources
 
 # %% ../../nbs/3_model/09_latents.ipynb #s_n019
-def _write_keys(parts, unique: list[list[Source]]):
-    "Run different rows of sources through the DiT; returns the GlmImageKVCache of its layers."
+def distinct(
+    names: list,  # N
+) -> tuple[list[int], list[int]]:  # [N]: which of the U different names; [U]: its first row
+    "Find the different ones among N names, in order of appearance."
+    numbers = {}
+    of_row = [numbers.setdefault(name, len(numbers)) for name in names]
+    return of_row, [of_row.index(number) for number in range(len(numbers))]
+
+
+def source_cache(
+    parts,  # a GlmImagePipeline
+    # N lists of `Source`, equal in number and in sizes; None: no sources
+    sources: list[list[Source]] | None,
+):  # diffusers' GlmImageKVCache in reading mode, with N rows per layer; or None
+    "Keys and values of the sources in each layer of the DiT, with gradient if it is enabled."
+    if not sources:
+        return None
     from diffusers.models.transformers.transformer_glm_image import GlmImageKVCache
 
-    dit, n = parts.transformer, len(unique)
+    # rows with the same sources share one pass
+    rows, first = distinct([tuple(map(id, row)) for row in sources])
+    dit, n = parts.transformer, len(first)
     caches = GlmImageKVCache(dit.config.num_layers)
     caches.set_mode("write")
     # with gradient checkpointing, a second forward would write a second time
     was_checkpointing, dit.gradient_checkpointing = dit.gradient_checkpointing, False
-    for column in zip(*unique):  # the first source of every row, then the second, ...
+    # the first source of every row, then the second, ...
+    for column in zip(*[sources[row] for row in first]):
         latents = torch.stack([source.latents for source in column]).to(dit.device, dit.dtype)
         token_ids = torch.stack([source.token_ids for source in column])
         height, width = (parts.vae_scale_factor * side for side in latents.shape[2:])
@@ -163,20 +179,6 @@ def _write_keys(parts, unique: list[list[Source]]):
             **size_conditions(parts, height, width, n),
         )
     dit.gradient_checkpointing = was_checkpointing
-    return caches
-
-
-def source_cache(
-    parts,  # a GlmImagePipeline
-    # N lists of `Source`, equal in number and in sizes; None: no sources
-    sources: list[list[Source]] | None,
-):  # diffusers' GlmImageKVCache in reading mode, with N rows per layer; or None
-    "Keys and values of the sources in each layer of the DiT, with gradient if it is enabled."
-    if not sources:
-        return None
-    numbers = {}  # rows with the same sources share one pass
-    rows = [numbers.setdefault(tuple(map(id, row)), len(numbers)) for row in sources]
-    caches = _write_keys(parts, [sources[rows.index(n)] for n in range(len(numbers))])
     for layer in caches.caches:
         for cache in (layer.k_caches, layer.v_caches):
             # cache[0][rows] would add up its gradient in an order that changes from run to run

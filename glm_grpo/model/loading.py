@@ -23,9 +23,8 @@ from ..data.basics import UserError, bundled
 # %% ../../nbs/3_model/08_loading.ipynb #n008
 def _cause(error: Exception) -> str:
     "The type of an error and the first line of its message."
-    lines = str(error).strip().splitlines()
-    kind = type(error).__name__
-    return f"{kind}: {lines[0].rstrip('.')[:300]}" if lines else kind
+    first_line = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {first_line[:300]}"
 
 
 _AGAIN = "Download the model again; data/tiny-glm-image comes with the repository."
@@ -72,7 +71,7 @@ def check_model_folder(
     if not index.is_file():
         what = "no model, model_index.json is missing" if folder.is_dir() else "no such folder"
         raise UserError(
-            f"{folder}: {what}. Give the folder that holds it, beside vision_language_encoder and "
+            f"{folder}: {what}. Give the folder that holds it, next to vision_language_encoder and "
             "transformer (data/tiny-glm-image comes with the package, other models under data/ "
             "only with the repository), or a hub id (zai-org/GLM-Image) as model.name."
         )
@@ -102,14 +101,8 @@ def pick_device(
     # "cuda", "cuda:1", "mps", "cpu" or a torch.device;
     # None: CUDA if there is one, else MPS, else the CPU
     device: str | torch.device | None = None,
-    # as in transformers: None, "auto" or one device
-    device_map: str | torch.device | None = None,
 ) -> torch.device:  # a CUDA device with its number: the same one in every thread
     "The device to use. UserError: an unknown name, or a device that does not exist."
-    if device_map not in (None, "auto"):
-        if device is not None and str(device) != str(device_map):
-            raise UserError(f"device '{device}' and device_map '{device_map}' differ. Give one.")
-        device = device_map
     if device is None:
         gpu = "mps" if torch.backends.mps.is_available() else "cpu"
         device = "cuda" if torch.cuda.is_available() else gpu
@@ -190,20 +183,14 @@ def download_model(
 
     name = str(model_name)
     try:
-        index = hf_hub_download(name, "model_index.json", revision=revision)
-    except Exception as error:
-        named = f"{name}, revision {revision}" if revision else name
-        raise UserError(
-            f"{named}: not a folder, and not available from the hub ({_cause(error)}). "
-            "Fix the name, log in (hf auth login) or go online once."
-        ) from None
-    check_model_index(index, name)
-    try:
+        check_model_index(hf_hub_download(name, "model_index.json", revision=revision), name)
         return Path(GlmImagePipeline.download(name, revision=revision, use_safetensors=True))
+    except UserError:
+        raise
     except Exception as error:
         raise UserError(
-            f"{name}: the download failed ({_cause(error)}). "
-            "Run the command again: it continues where it stopped."
+            f"{name}: not a folder, and the download from the hub failed ({_cause(error)}). Fix "
+            "the name, log in (hf auth login) or go online; a download continues where it stopped."
         ) from error
 
 # %% ../../nbs/3_model/08_loading.ipynb #ce3e58a
@@ -218,10 +205,11 @@ def load_pipeline(
 
     folder = download_model(model_name, revision)
     check_model_folder(folder)
-    options = {"local_files_only": True, "use_safetensors": True}
     try:
         with quiet():
-            pipe = GlmImagePipeline.from_pretrained(folder, torch_dtype=torch_dtype, **options)
+            pipe = GlmImagePipeline.from_pretrained(
+                folder, torch_dtype=torch_dtype, local_files_only=True, use_safetensors=True
+            )
     except Exception as error:
         raise UserError(
             f"{model_name}: its files do not load ({_cause(error)}). "
@@ -245,8 +233,8 @@ def load_prompt_parts(
     options = {"local_files_only": True, "trust_remote_code": False}
     try:
         processor = GlmImageProcessor.from_pretrained(folder, subfolder="processor", **options)
-        options["subfolder"] = "vision_language_encoder"
-        config = GlmImageConfig.from_pretrained(folder, **options)
+        part = "vision_language_encoder"
+        config = GlmImageConfig.from_pretrained(folder, subfolder=part, **options)
     except Exception as error:
         raise UserError(f"{folder}: its files do not load ({_cause(error)}). {_AGAIN}") from error
     return SimpleNamespace(processor=processor, ar=SimpleNamespace(config=config))

@@ -101,14 +101,14 @@ def local_folder(
         return Path(index).parent
     if str(name) == "zai-org/GLM-Image":
         return None
-    command = f"hf download {name}" + (f" --revision {revision}" if revision else "")
     raise UserError(
-        f"{name}: not downloaded yet, so its sizes are not known. Download it first: {command}"
+        f"{name}: not downloaded yet, so its sizes are not known. "
+        f"Download it first: hf download {name} --revision {revision or 'main'}"
     )
 
 
 def layout_of(
-    configs: dict[str, dict] = PUBLISHED,  # part -> arguments of its configuration
+    configs: dict[str, dict],  # part -> arguments of its configuration
 ) -> dict[str, dict]:  # ar, dit, vae, byt5 -> {"config": dict, "shapes": name -> tuple}
     "The configuration and the shapes of the weights of each part; no weight is made."
     layout = {}
@@ -178,8 +178,8 @@ def lock(block: Tensor, owner: object) -> None:
     error = int(cuda.cudaHostRegister(block.data_ptr(), block.nbytes, 0))
     if error:
         warnings.warn(
-            f"model.offload: {block.nbytes / 1e9:.1f} GB of the host's memory cannot be locked "
-            f"(CUDA error {error}), so weights are fetched slowly. Raise the limit: ulimit -l.",
+            "model.offload: the host's memory cannot be locked, so weights are fetched slowly. "
+            "Raise the limit: ulimit -l.",
             stacklevel=2,
         )
         with contextlib.suppress(RuntimeError):

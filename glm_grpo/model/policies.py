@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..data.basics import UserError
-from ..data.rollout import Policy, Rollout, Samples, per_row
+from ..data.rollout import Policy, Samples, per_row
 from ..maths.matching import nft_terms
 from ..maths.sde import gaussian_kl, ratio_norm, step_coefficients, velocity_mse
 from .denoise import NO_NOISE, NoiseOptions
@@ -42,8 +42,6 @@ class TokenDecisions:
 class Denoising:
     "How N images are denoised, and their decisions."
 
-    height: int  # pixels
-    width: int
     num_inference_steps: int
     guidance_scale: float
     glyphs: dict[str, Tensor]  # of `glyph_embeddings`: prompt -> [S, D]
@@ -73,8 +71,8 @@ class Denoising:
 
     def stds(self) -> list[float]:
         "Standard deviation of the noise of each decision."
-        settings = self.noise.noise_level, self.noise.sde_type
-        return [step_coefficients(self.sigmas, i, *settings)[0] for i in self.decisions]
+        level, kind = self.noise.noise_level, self.noise.sde_type
+        return [step_coefficients(self.sigmas, i, level, kind)[0] for i in self.decisions]
 
     def decision(self, j: int) -> "Denoising":
         "The same with one decision only."
@@ -113,15 +111,16 @@ class ARPolicy(HalfPolicy):
     @torch.no_grad()
     def entropies(self, samples):
         self.model.wake("ar")
-        rollout, tokens = samples.rollout, samples.rollout.tokens
-        rows = tokens.prompt_inputs, tokens.prompt_index, rollout.token_ids
-        return score_tokens(self.model.ar, *rows, tokens.temperature, tokens.kept, entropies=True)
-
-    def lay_out(self, rollout, values):
-        grids = rollout.tokens.grids
-        names = ("preview", "large")[-len(grids) :]
-        parts = zip(names, grids, values.split([h * w for h, w in grids]))
-        return [(f"tokens of the {name} grid", part.view(h, w)) for name, (h, w), part in parts]
+        tokens = samples.rollout.tokens
+        return score_tokens(
+            self.model.ar,
+            tokens.prompt_inputs,
+            tokens.prompt_index,
+            samples.rollout.token_ids,
+            tokens.temperature,
+            tokens.kept,
+            entropies=True,
+        )
 
 # %% ../../nbs/3_model/17_policies.ipynb #n027
 class DiTPolicy(HalfPolicy):
@@ -152,13 +151,12 @@ class DiTPolicy(HalfPolicy):
         with torch.no_grad(), reference():
             _, ref_means, ref_velocities = self.model.score_denoising(samples.rollout)
         logprobs, means, velocities = self.model.score_denoising(samples.rollout)
-        distances, denoising = [], samples.rollout.denoising
-        for j in range(len(denoising.decisions)):
-            if kl == "gaussian":
-                std = denoising.stds()[j]
-                distances.append(gaussian_kl(means[:, j], ref_means[:, j], std))
-            else:
-                distances.append(velocity_mse(velocities[:, j], ref_velocities[:, j]))
+        if kl == "gaussian":
+            function = gaussian_kl
+            steps = zip(means.unbind(1), ref_means.unbind(1), samples.rollout.denoising.stds())
+        else:
+            function, steps = velocity_mse, zip(velocities.unbind(1), ref_velocities.unbind(1))
+        distances = [function(*step) for step in steps]
         return _normalised(samples, logprobs, means), {"kl": torch.stack(distances, 1)}
 
     def score_with_pull(
@@ -199,12 +197,10 @@ class DiTPolicy(HalfPolicy):
         size: int | None,  # rows scored at a time
     ) -> Samples:
         "The samples with the velocities of the slow copy, for `score_with_pull`."
-        rollout, size, found = samples.rollout, size or len(samples), []
+        rollout = samples.rollout
         with slowed():
-            for start in range(0, len(samples), size):
-                rows = rollout.rows(slice(start, start + size))
-                found.append(self.model.score_denoising(rows)[2])
-        denoising = replace(rollout.denoising, slow_velocities=torch.cat(found))
+            _, _, velocities = self.model.score_denoising(rollout, size)
+        denoising = replace(rollout.denoising, slow_velocities=velocities)
         return replace(samples, rollout=replace(rollout, denoising=denoising))
 
     def chunks(self, samples: Samples) -> Iterator[Samples]:
@@ -212,30 +208,26 @@ class DiTPolicy(HalfPolicy):
         denoising, advantages = samples.rollout.denoising, samples.advantages
         old = samples.old_logprobs
         for j in range(len(denoising.decisions)):
-            own = advantages
+            at, own = slice(j, j + 1), advantages
             if advantages is not None and advantages.dim() == 2:
-                own = advantages[:, j : j + 1]
+                own = advantages[:, at]
             yield replace(
                 samples,
                 rollout=replace(samples.rollout, denoising=denoising.decision(j)),
-                old_logprobs=None if old is None else old[:, j : j + 1],
+                old_logprobs=None if old is None else old[:, at],
                 advantages=own,
             )
-
-    def lay_out(self, rollout: Rollout, values: Tensor):
-        steps = ", ".join(map(str, rollout.denoising.decisions))
-        return [(f"denoising steps {steps}", values[None])]
 
 
 def _nft_numbers(denoising: Denoising, velocities: Tensor) -> tuple[Tensor, Tensor]:  # [n, D] each
     "`nft_terms` of each decision."
-    terms = []
-    for j, step in enumerate(denoising.decisions):
-        points, old = denoising.latents_before[:, j], denoising.old_velocities[:, j]
-        t, mix = float(denoising.sigmas[step]), denoising.noise.mix
-        terms.append(nft_terms(velocities[:, j], old, points, denoising.latents, t, mix))
-    surrogates, pulls = zip(*terms)
-    return torch.stack(surrogates, 1), torch.stack(pulls, 1)
+    n, D = velocities.shape[:2]
+    images = denoising.latents.repeat_interleave(D, 0)
+    t = denoising.sigmas[list(denoising.decisions)].repeat(n)
+    rows = velocities, denoising.old_velocities, denoising.latents_before
+    terms = nft_terms(*[x.flatten(0, 1) for x in rows], images, t, denoising.noise.mix)
+    surrogate, pull = (values.view(n, D) for values in terms)
+    return surrogate, pull
 
 
 def _normalised(samples: Samples, logprobs: Tensor, means: Tensor) -> Tensor:
@@ -243,9 +235,9 @@ def _normalised(samples: Samples, logprobs: Tensor, means: Tensor) -> Tensor:
     denoising = samples.rollout.denoising
     if not denoising.ratio_norm:
         return logprobs
+    added = (denoising.latents_after - denoising.latents_means).unbind(1)
+    steps = zip(added, means.unbind(1), denoising.latents_means.unbind(1), denoising.stds())
     log_ratios = []
-    for j, std in enumerate(denoising.stds()):
-        old_mean = denoising.latents_means[:, j]
-        noise = (denoising.latents_after[:, j] - old_mean) / std
-        log_ratios.append(ratio_norm(noise, means[:, j], old_mean))
+    for noise, mean, old_mean, std in steps:
+        log_ratios.append(ratio_norm(noise / std, mean, old_mean))
     return samples.old_logprobs + torch.stack(log_ratios, 1)

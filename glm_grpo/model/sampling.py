@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['SMALL', 'nucleus', 'pack_kept', 'unpack_kept', 'sample_token_ids', 'prefill', 'KVCache', 'rotation_table', 'rotate_',
-           'attend', 'fused_attend', 'SamplingLoop', 'Decisions', 'SampledTokens', 'sample_tokens']
+           'attend', 'SamplingLoop', 'Decisions', 'SampledTokens', 'sample_tokens']
 
 # %% ../../nbs/3_model/06_sampling.ipynb #c002
 from typing import NamedTuple
@@ -113,8 +113,8 @@ def sample_token_ids(
 def prefill(
     text_model: nn.Module,  # GlmImageTextModel
     inputs: PromptInputs,  # P prompts
-) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
-    "(last hidden state [P, H]; per layer keys and values [P, G, L, D], G: key heads)"
+) -> tuple[Tensor, list]:
+    "Last hidden state [P, H]; layers with `keys` and `values` [P, G, L, D], G: key heads."
     cache = DynamicCache(config=text_model.config)
     out = text_model(
         inputs_embeds=text_model.embed_tokens(inputs.input_ids),
@@ -123,7 +123,7 @@ def prefill(
         past_key_values=cache,
         use_cache=True,
     )
-    return out.last_hidden_state[:, -1], [(layer.keys, layer.values) for layer in cache.layers]
+    return out.last_hidden_state[:, -1], cache.layers
 
 # %% ../../nbs/3_model/06_sampling.ipynb #c018
 class KVCache:
@@ -131,33 +131,32 @@ class KVCache:
 
     def __init__(
         self,
-        prefilled: list[tuple[Tensor, Tensor]],  # of `prefill`
+        prefilled: list,  # the layers of `prefill`
         inputs: PromptInputs,  # P prompts
         prompt_index: Tensor,  # [N] int64: the prompt of each sample
         counter: StepCounter,
     ):
         self.counter = counter
-        self.start = L = inputs.input_ids.shape[1]
-        counter.start_at(L)
-        T = inputs.num_tokens
+        L, T = inputs.input_ids.shape[1], inputs.num_tokens
         room = T + -(L + T) % 8  # GPU attention kernels need a mask whose length is a multiple of 8
         self.layers = []  # keys and values together: [2, N, G, L + room, D]
-        for keys, values in prefilled:
-            _, G, _, D = keys.shape
-            memory = keys.new_zeros(2, len(prompt_index), G, L + room, D)
-            memory[0, :, :, :L], memory[1, :, :, :L] = keys[prompt_index], values[prompt_index]
+        for layer in prefilled:
+            _, G, _, D = layer.keys.shape
+            memory = layer.keys.new_zeros(2, len(prompt_index), G, L + room, D)
+            memory[0, :, :, :L] = layer.keys[prompt_index]
+            memory[1, :, :, :L] = layer.values[prompt_index]
             self.layers.append(memory)
         self.bias = None  # [N, 1, 1, L + room]: 0 where a query may attend, -inf elsewhere
         if counter.fixed or min(inputs.lengths) < L:
             mask = inputs.attention_mask[prompt_index].bool()
             visible = F.pad(mask, (0, room), value=not counter.fixed)
-            bias = torch.zeros(visible.shape, dtype=keys.dtype, device=visible.device)
+            bias = torch.zeros(visible.shape, dtype=memory.dtype, device=visible.device)
             self.bias = bias.masked_fill_(~visible, -torch.inf)[:, None, None]
 
     def open_column(self) -> None:
         "From now on queries may attend to the token of this step."
         if self.counter.fixed:
-            self.bias.index_fill_(3, self.counter.places[self.start], 0)
+            self.bias.index_fill_(3, self.counter.column, 0)
 
     def write(
         self,
@@ -165,11 +164,11 @@ class KVCache:
         keys_and_values: Tensor,  # [2, N, G, D] of this step's token
     ) -> tuple[Tensor, Tensor, Tensor | None]:  # keys, values [N, G, columns, D] and their bias
         "Store a token in the cache of one layer. Returns all that its query attends to."
-        memory = self.layers[layer]
-        self.counter.put(memory, 3, keys_and_values, self.start)
-        if self.counter.fixed:
+        memory, counter = self.layers[layer], self.counter
+        counter.put(memory, 3, keys_and_values, counter.column)
+        if counter.fixed:
             return *memory.unbind(), self.bias
-        filled = self.start + self.counter.step + 1
+        filled = counter.column + 1
         bias = None if self.bias is None else self.bias[..., :filled]
         return *memory[..., :filled, :].unbind(), bias
 
@@ -202,25 +201,14 @@ def attend(
     queries: Tensor,  # [N, G, queries per key head, D]
     keys: Tensor,  # [N, G, S, D]
     values: Tensor,  # [N, G, S, D]
-    bias: Tensor | None,  # [N, 1, 1, S]: 0, or -inf to mask; added to the scores
+    attn_mask: Tensor | None,  # [N, 1, 1, S]: 0, or -inf to mask; added to the scores
     scale: float,  # of the scores
 ) -> Tensor:  # as queries
-    "Softmax attention as two batched products."
+    "Softmax attention as two batched products, called as PyTorch's own."
     scores = torch.matmul(queries * scale, keys.transpose(2, 3))
-    if bias is not None:
-        scores += bias
+    if attn_mask is not None:
+        scores += attn_mask
     return torch.matmul(scores.softmax(-1), values)
-
-
-def fused_attend(
-    queries: Tensor,  # as `attend`
-    keys: Tensor,
-    values: Tensor,
-    bias: Tensor | None,
-    scale: float,
-) -> Tensor:
-    "The same in one operation of PyTorch."
-    return F.scaled_dot_product_attention(queries, keys, values, attn_mask=bias, scale=scale)
 
 # %% ../../nbs/3_model/06_sampling.ipynb #c029
 class SamplingLoop:
@@ -236,14 +224,15 @@ class SamplingLoop:
         model, self.text_model, self.K = language_model_parts(model)
         last_hidden, prefilled = prefill(self.text_model, inputs)
         self.hidden = last_hidden[prompt_index]  # [N, H], what the head reads next
-        self.counter = StepCounter(fixed_shapes, inputs.attention_mask.device)
+        device, prompt_length = inputs.input_ids.device, inputs.input_ids.shape[1]
+        self.counter = StepCounter(fixed_shapes, device, prompt_length)
         self.rotations = rotation_table(
             self.text_model, self.hidden, inputs.decode_position_ids, prompt_index
         )
         self.cache = KVCache(prefilled, inputs, prompt_index, self.counter)
         merge = not fixed_shapes and self.hidden.dtype == torch.float32
         on_cpu = self.hidden.device.type == "cpu"
-        self.attend = attend if merge and on_cpu else fused_attend
+        self.attend = attend if merge and on_cpu else F.scaled_dot_product_attention
         product = merged_product if merge else called_product
         self.layers = [LayerParts(layer, product) for layer in self.text_model.layers]
         self.norm, self.head = rms_norm(self.text_model.norm), product([model.lm_head])
@@ -265,10 +254,11 @@ class SamplingLoop:
             _, N, G, _, D = self.cache.layers[number].shape
             qkv = layer.qkv(layer.norm_attention(x)).view(N, -1, D)
             rotate_(qkv[:, :-G], *rotation)  # queries and keys
-            seen = self.cache.write(number, qkv[:, -2 * G :].view(N, 2, G, D).transpose(0, 1))
+            written = qkv[:, -2 * G :].view(N, 2, G, D).transpose(0, 1)
+            keys, values, bias = self.cache.write(number, written)
             queries = qkv[:, : -2 * G].view(N, G, -1, D)
-            attended = self.attend(queries, *seen, self.scale).reshape(N, -1)
-            x = x + layer.norm_attention_out(layer.attention_out(attended))
+            attended = self.attend(queries, keys, values, attn_mask=bias, scale=self.scale)
+            x = x + layer.norm_attention_out(layer.attention_out(attended.reshape(N, -1)))
             gate, up = layer.gate_up(layer.norm_mlp(x)).chunk(2, -1)
             x = x + layer.norm_mlp_out(layer.down(up * layer.activation(gate)))
         self.hidden.copy_(self.norm(x))  # a recording reads this memory
@@ -302,10 +292,10 @@ class Decisions:
         u = counter.take(self.uniforms, 1)
         logits = self.loop.logits() / self.temperature
         ids, logprobs, kept = sample_token_ids(logits, u, self.top_p, counter.fixed)
-        counter.put(self.token_ids, 1, ids)
-        counter.put(self.logprobs, 1, logprobs)
+        counter.put(self.token_ids, 1, ids, counter.step)
+        counter.put(self.logprobs, 1, logprobs, counter.step)
         if kept is not None:
-            counter.put(self.kept, 1, pack_kept(kept, counter.fixed))
+            counter.put(self.kept, 1, pack_kept(kept, counter.fixed), counter.step)
         return ids
 
     def step(self) -> None:

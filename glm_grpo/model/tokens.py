@@ -37,9 +37,14 @@ def _tokenise(processor, prompts, sources, height, width) -> BatchFeature:
         content.append({"type": "text", "text": prompt})
         messages.append([{"role": "user", "content": content}])
     options = {"padding": True, "target_h": height, "target_w": width}
-    how = {"tokenize": True, "return_dict": True, "return_tensors": "pt"}
     try:
-        return processor.apply_chat_template(messages, processor_kwargs=options, **how)
+        return processor.apply_chat_template(
+            messages,
+            processor_kwargs=options,
+            tokenize=True,
+            return_dict=True,
+            return_tensors="pt",
+        )
     except jinja2.TemplateError as error:
         folder = processor.tokenizer.name_or_path
         raise UserError(
@@ -113,7 +118,7 @@ class PromptInputs:
 
 # %% ../../nbs/3_model/01_tokens.ipynb #c032
 def _place_prompts(batch, source_grids, target_grids, start_id, device):
-    "(PromptInputs of a processor's batch, first token of each source for each prompt)"
+    "PromptInputs of a processor's batch; for each prompt (first token, grid) of its sources."
     ids, mask = batch["input_ids"], batch["attention_mask"]
     L = ids.shape[1]
     position_ids = torch.ones(3, *ids.shape, dtype=torch.long)
@@ -124,7 +129,7 @@ def _place_prompts(batch, source_grids, target_grids, start_id, device):
         marks = (ids[i, end:] == start_id).nonzero().flatten() + end
         for mark, (h, w) in zip(marks.tolist(), source_grids[i]):
             segments += [mark + 1 - end, (h, w)]  # text up to the mark, then the source
-            places.append(mark + 1)
+            places.append((mark + 1, (h, w)))
             end = mark + 1 + h * w
         positions = layout_positions([*segments, L - end, *target_grids])
         position_ids[:, i, L - num_real :] = positions[:, :num_real]
@@ -149,20 +154,18 @@ def _ids_with_sources(model, batch, position_ids):
 
 # %% ../../nbs/3_model/01_tokens.ipynb #c038
 def _check_prompts(prompts, processor, config):
-    "UserError: there are no prompts, or one is empty or contains the layout's own marks."
-    if not prompts:
-        raise UserError("no prompts: pass at least one")
+    "UserError: a prompt is empty or contains the layout's own marks."
     ids = [config.image_start_token_id, config.image_end_token_id, config.image_token_id]
     marks = processor.tokenizer.convert_ids_to_tokens(ids)
     marks += [processor.grid_bos_token, processor.grid_eos_token]
-    for i, prompt in enumerate(prompts):
-        if not isinstance(prompt, str) or not prompt.strip():
-            raise UserError(f"prompt {i} is empty ({prompt!r}): write what the image shows")
+    for prompt in prompts:
+        if not prompt.strip():
+            raise UserError("a prompt is empty: write what the image shows")
         for mark in marks:
             if mark in prompt:
                 raise UserError(
-                    f"prompt {i} ({prompt!r}) contains {mark!r}, a mark that the model uses for "
-                    "its layout: take it out (sizes are given as height and width)"
+                    f"prompt {prompt!r} contains {mark!r}, a mark that the model uses for its "
+                    "layout: take it out (sizes are given as height and width)"
                 )
 
 
@@ -170,24 +173,22 @@ def _check_size(height, width):
     "The smallest unit of GLM-Image is one token: 32 x 32 pixels. The preview needs one, too."
     for name, n in (("height", height), ("width", width)):
         if n < 32 or n % 32:
-            nearest = max(32, round(n / 32) * 32)
-            raise UserError(f"{name} is {n}, but must be a multiple of 32 pixels: take {nearest}")
+            raise UserError(f"{name} is {n} pixels: take a multiple of 32")
 
 # %% ../../nbs/3_model/01_tokens.ipynb #c041
 def prepare_prompts(
     processor,  # GlmImageProcessor
     model: nn.Module,  # GlmImageForConditionalGeneration
-    prompts: str | list[str],  # P of them
+    prompts: list[str],  # P of them
     height: int,  # of the image, in pixels, a multiple of 32
     width: int,
     images: list[list] | None = None,  # image-to-image: source images (PIL), as many per prompt
 ) -> PromptInputs:  # on the model's device
     "Tokenise and place as GlmImagePipeline does. Raises UserError: odd sizes, empty prompts."
-    prompts = [prompts] if isinstance(prompts, str) else list(prompts)
     _check_size(height, width)
     _check_prompts(prompts, processor, model.config)
     sources = images or [[] for _ in prompts]
-    batch = _tokenise(processor, prompts, sources, int(height), int(width))
+    batch = _tokenise(processor, prompts, sources, height, width)
 
     # [large, preview] after the sources; the model samples the preview first
     grids = batch["image_grid_thw"].view(len(prompts), -1, 3)[..., 1:].tolist()
@@ -196,14 +197,12 @@ def prepare_prompts(
     target_grids = [tuple(grid) for grid in reversed(grids[0][num_sources:])]
 
     start_id = model.config.image_start_token_id
-    where = source_grids, target_grids, start_id, model.device
-    inputs, places = _place_prompts(batch, *where)
+    inputs, places = _place_prompts(batch, source_grids, target_grids, start_id, model.device)
     if num_sources:
         inputs.input_ids = _ids_with_sources(model, batch, inputs.position_ids)
         inputs.sources = []
-        for ids, starts, own_grids in zip(inputs.input_ids, places, source_grids):
-            own = [(ids[at : at + h * w], (h, w)) for at, (h, w) in zip(starts, own_grids)]
-            inputs.sources.append(own)
+        for ids, own in zip(inputs.input_ids, places):
+            inputs.sources.append([(ids[at : at + h * w], (h, w)) for at, (h, w) in own])
     return inputs
 
 # %% ../../nbs/3_model/01_tokens.ipynb #p_cc4b7a9
@@ -238,8 +237,9 @@ def trim(
 # %% ../../nbs/3_model/01_tokens.ipynb #p_cc06cb8
 def masked_attention():
     "Inside: no cuDNN attention, whose gradients were NaN with a mask. Also a decorator."
-    kernels = SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH
-    return sdpa_kernel(list(kernels))
+    return sdpa_kernel(
+        [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    )
 
 # %% ../../nbs/3_model/01_tokens.ipynb #c054
 def large_grid_tokens(
@@ -268,10 +268,10 @@ def check_prompt_lengths(
 ) -> int:  # positions that the longest prompt and its image take
     "Raises UserError with file and line of a prompt that needs more positions than the model has."
     _check_size(height, width)
+    _check_prompts(dataset.prompts, model.processor, model.ar.config)
     tokenised = model.processor.tokenizer(dataset.prompts, verbose=False).input_ids
     lengths = [len(ids) for ids in tokenised]
-    longest = max(range(len(lengths)), key=lengths.__getitem__)
-    _check_prompts([dataset.prompts[longest]], model.processor, model.ar.config)
+    longest = lengths.index(max(lengths))
     sources = dataset[longest]["source"] if isinstance(dataset, I2IDataset) else []
     batch = _tokenise(model.processor, [dataset.prompts[longest]], [sources], height, width)
     grids = batch["image_grid_thw"][len(sources) :, 1:]  # an edit has no preview
@@ -279,9 +279,7 @@ def check_prompt_lengths(
     available = model.ar.config.text_config.max_position_embeddings
     if needed > available:
         raise UserError(
-            f"{dataset.where(longest)}: "
-            f"{len(dataset.prompts[longest]):,} characters are {lengths[longest]:,} tokens; "
-            f"with the image's they need {needed:,} positions, and the model has {available:,}. "
-            "Shorten the prompt."
+            f"{dataset.where(longest)}: with its image this prompt needs {needed:,} positions, "
+            f"and the model has {available:,}. Shorten the prompt."
         )
     return needed

@@ -15,19 +15,20 @@ import torch
 from torch import Tensor, nn
 
 from ..data.basics import UserError
+from ..data.prompts import source_lists
 from ..data.rollout import Rollout, RolloutOptions, SampleNames, request_names
 from .adapters import LoraOptions, add_lora, choose_lora, load_halves, save_halves
 from .denoise import sample_latents
 from .latents import decode_latents
 from .loading import load_pipeline, pick_device, pick_dtype, quiet
-from .memory import Offload, checkpointing, shard_halves, trainable_parts
+from .memory import Offload, shard_halves, trainable_parts
 from .policies import ARPolicy, DiTPolicy
-from .rollouts import RolloutSampler, check_sources, complete_options
+from .rollouts import RolloutSampler, complete_options
 from .rollouts import image_defaults, image_inputs
 from .rollouts import score_denoising_decisions, score_token_decisions
 from .tokens import masked_attention
 
-# %% ../../nbs/3_model/21_wrapper.ipynb #n024
+# %% ../../nbs/3_model/21_wrapper.ipynb #w0c1d2e3
 COMPONENTS = {"ar": ["ar"], "dit": ["dit"], "both": ["ar", "dit"]}
 POLICIES = {"ar": ARPolicy, "dit": DiTPolicy}
 
@@ -46,29 +47,15 @@ def _choose_weights(model, lora) -> None:
 
 
 def _enable_checkpointing(model) -> None:
-    options = {"use_reentrant": False, "preserve_rng_state": False}
-    # for the forward pass, which has it already, and for the repetition of a layer
-    options["context_fn"] = lambda: (contextlib.nullcontext(), masked_attention())
+    options = {
+        "use_reentrant": False,
+        "preserve_rng_state": False,
+        # for the forward pass, which has it already, and for the repetition of a layer
+        "context_fn": lambda: (contextlib.nullcontext(), masked_attention()),
+    }
     with quiet():
         model.ar.gradient_checkpointing_enable(options)
     model.dit.enable_gradient_checkpointing()
-
-
-@torch.no_grad()
-def _decode(model, rollout, batch_size) -> Tensor:
-    model.wake("dit")
-    latents = rollout.denoising.latents
-    if latents is None:
-        inputs, noise = image_inputs(rollout), rollout.initial_latents
-        latents = sample_latents(model.pipe, inputs, noise, batch_size=batch_size)["latents"]
-    return decode_latents(model.pipe, latents).cpu()
-
-
-def _own_names(model, prompts, images, seed) -> SampleNames:
-    "Names of the noise where none are given."
-    seed = model.seed if seed is None else seed
-    images_per_sample = {"ar": 1, "dit": len(prompts), "both": 2}[model.component]
-    return SampleNames.number(seed, 0, request_names(prompts, images), images_per_sample)
 
 # %% ../../nbs/3_model/21_wrapper.ipynb #n025
 class GLMImageWrapper:
@@ -92,7 +79,7 @@ class GLMImageWrapper:
         if component not in COMPONENTS:
             raise UserError(f"component '{component}': take ar, dit or both.")
         self.name, self.component, self.seed = str(model_name), component, seed
-        self.device = pick_device(device, device_map)
+        self.device = pick_device(device if device_map in (None, "auto") else device_map)
         self.dtype = pick_dtype(torch_dtype, self.device, all_weights=lora in (None, False))
         place = "cpu" if offload else self.device  # both halves may be too large for the device
         self.pipe = load_pipeline(model_name, self.dtype, place, revision)
@@ -136,41 +123,46 @@ class GLMImageWrapper:
     ) -> Rollout:
         "Sample tokens, make images of those tokens, score both. UserError: sizes do not fit."
         prompts = [prompts] if isinstance(prompts, str) else list(prompts)
-        images, own = check_sources(prompts, images), self.image_defaults
-        names = names or _own_names(self, prompts, images, seed)
-        what = prompts, images, height or own["height"], width or own["width"], names
-        how = complete_options(options, changes, self), score_batch_size, decode, score, on_images
-        return RolloutSampler(self, *what, *how).sample()
+        if images is not None:
+            images = source_lists(images)
+            numbers = {len(row) for row in images}
+            if len(images) != len(prompts) or len(numbers) != 1 or 0 in numbers:
+                raise UserError(
+                    f"{len(prompts)} prompts need as many lists of source images, equally long."
+                )
+        if names is None:
+            images_per_sample = {"ar": 1, "dit": len(prompts), "both": 2}[self.component]
+            requests = request_names(prompts, images)
+            seed = self.seed if seed is None else seed
+            names = SampleNames.number(seed, 0, requests, images_per_sample)
+        own = self.image_defaults
+        height, width = height or own["height"], width or own["width"]
+        options = complete_options(options, changes, self)
+        how = score_batch_size, decode, score, on_images
+        return RolloutSampler(self, prompts, images, height, width, names, options, *how).sample()
 
-    def compute_token_logprobs(
-        self,
-        rollout: Rollout,
-        batch_size: int | None = None,  # rows at a time; None: all
-        attention_mask=None,  # refused: a rollout has its own masks
-    ) -> Tensor:  # [N, T] float32, with a gradient where gradients are enabled
-        "Log-prob of each sampled token under the current model. UserError: an attention_mask."
-        if attention_mask is not None or torch.is_tensor(batch_size):
-            raise UserError("attention_mask: a rollout has its own masks. Give it alone.")
-        self.wake("ar")
-        with checkpointing(self.ar.model.language_model.layers, self.gradient_checkpointing):
-            return score_token_decisions(self.ar, rollout, batch_size)
+    compute_token_logprobs = score_token_decisions
+    score_denoising = score_denoising_decisions
+    save_pretrained = save_halves
+    load_adapter = load_halves
 
     def compute_sequence_logprobs(self, rollout: Rollout, attention_mask=None) -> Tensor:  # [N]
         "Mean over the tokens, float32. UserError: an attention_mask, which a rollout has itself."
         return self.compute_token_logprobs(rollout, attention_mask=attention_mask).mean(1)
 
-    def score_denoising(self, rollout: Rollout) -> tuple[Tensor, Tensor, Tensor]:
-        "Log-probs [N, D], means, velocities [N, D, C, h, w] of the decisions. UserError: none."
-        self.wake("dit")
-        return score_denoising_decisions(self.pipe, rollout)
-
     def compute_denoising_logprobs(self, rollout: Rollout) -> Tensor:  # [N, D] float32
         "Log-prob (mean over the latents) of each denoising decision, see `score_denoising`."
         return self.score_denoising(rollout)[0]
 
+    @torch.no_grad()
     def decode(self, rollout: Rollout, batch_size: int | None = None) -> Tensor:
         "Images [N, 3, H, W] in [0, 1]: from the last latents if the DiT trains, else from tokens."
-        return _decode(self, rollout, batch_size)
+        self.wake("dit")
+        latents = rollout.denoising.latents
+        if latents is None:
+            inputs, noise = image_inputs(rollout), rollout.initial_latents
+            latents = sample_latents(self.pipe, inputs, noise, batch_size=batch_size)["latents"]
+        return decode_latents(self.pipe, latents).cpu()
 
     def get_trainable_parameters(self, half: str | None = None) -> list[nn.Parameter]:
         "The parameters that the optimizer changes: of a half, or of all."
@@ -199,14 +191,6 @@ class GLMImageWrapper:
             for adapted in self.adapters.values():
                 off.enter_context(adapted.disable_adapter())
             yield
-
-    def save_pretrained(self, folder: str | Path, weights: dict[str, dict] | None = None) -> None:
-        "Save what trains, in PEFT's format or as full weights. `weights`: of a sharded model."
-        save_halves(self, folder, weights)
-
-    def load_adapter(self, folder: str | Path) -> None:
-        "Load weights that `save_pretrained` wrote. UserError: another folder, size or alpha."
-        load_halves(self, folder)
 
     def shard(self, mesh: "torch.distributed.device_mesh.DeviceMesh") -> dict[nn.Module, bool]:
         "Shard the weights that train over ranks, see `shard_halves`. UserError with LoRA."
