@@ -84,9 +84,6 @@ class TokenTable(Policy):
         logprobs = self.logprobs(samples.rollout.prompts).detach()
         return -(logprobs.exp() * logprobs).sum(-1)
 
-    def lay_out(self, rollout, values):
-        return [("tokens", values.view(5, 5))]
-
 # %% ../../nbs/5_training/00_toy.ipynb #n010
 class ToyPainter:
     "What the trainer needs from a model, on one page."
@@ -151,9 +148,6 @@ class Light(TokenTable):
 
     def entropies(self, samples):
         return None
-
-    def lay_out(self, rollout, values):
-        return [("light", values.view(1, 3))]
 
 
 class ToyStudio(ToyPainter):
