@@ -24,7 +24,7 @@ from ..model.adapters import LORA_PLACES, LoraOptions
 from ..model.loading import load_prompt_parts, pick_device, pick_dtype
 from ..model.memory import free_bytes, local_folder, model_layout, numbers_in
 from ..model.tokens import check_prompt_lengths
-from ..rewards.calling import RewardError, where_raised
+from ..rewards.calling import RewardError
 from .build import load_model, make_trainer
 from .config import Config, image_height_width
 from ..training.ranks import process_count
@@ -334,7 +334,7 @@ def time_training(
     try:
         experience = trainer.collect(collate([dataset[0]]), at_once=True)
     except RewardError as e:
-        raise UserError(where_raised(e)) from e
+        raise UserError(str(e)) from e
     for name, found in experience.samples.items():  # as if all rewards differed
         given = torch.ones_like(found.advantages), torch.ones_like(found.counted)
         experience.samples[name] = found.with_advantages(*given)

@@ -54,11 +54,10 @@ def join_scores(
     of_ranks: list[Scores],  # of the same reward
 ) -> Scores:
     "Concatenate the scores of all ranks."
-    parts, weighted = {}, {}
+    parts = {}
     for name in of_ranks[0].parts:
         parts[name] = torch.cat([scores.parts[name] for scores in of_ranks])
-        weighted[name] = torch.cat([scores.weighted[name] for scores in of_ranks])
-    return Scores(torch.cat([scores.rewards for scores in of_ranks]), parts, weighted)
+    return Scores(torch.cat([scores.rewards for scores in of_ranks]), parts)
 
 # %% ../../nbs/5_training/06_experience.ipynb #n013m
 class PeakMemory:
