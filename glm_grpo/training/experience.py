@@ -21,6 +21,7 @@ from ..data.basics import atomic_dir
 from ..data.images import tensor_to_pil
 from ..data.rollout import Rollout, Samples
 from ..maths.advantages import compute_advantages, gdpo_advantages
+from ..maths.noise import named_seed
 from ..rewards.weighted import Scores
 from .options import TrainerOptions
 from .ranks import Ranks
@@ -151,17 +152,20 @@ def deal_minibatches(
     experience: Experience,
     parts: int,  # optimizer steps in a pass
     ranks: Ranks,
-    name: str,  # of the shuffle
+    name: str,  # of the shuffle, which depends on it alone
 ) -> list[dict[str, MiniBatch]]:
-    "Shuffle the samples of all ranks together and split them. One part keeps their order."
+    """Shuffle the samples of all ranks together and split them, alike for any number of ranks. A
+    rank may have none in a part. One part keeps their order."""
     sizes = [len(s) * ranks.world for s in experience.samples.values()]
     batches = [{} for _ in range(min(parts, *sizes))]
     for policy, samples in experience.samples.items():
-        counted = experience.counted[policy]
+        n, counted = len(samples), experience.counted[policy]
         if parts == 1:
             batches[0][policy] = MiniBatch(samples, int(counted.sum()))
             continue
-        dealt = ranks.deal(len(samples), len(batches), name)
-        for batch, (own, of_all) in zip(batches, dealt):
-            batch[policy] = MiniBatch(samples.rows(own), int(counted[of_all].sum()))
+        generator = torch.Generator().manual_seed(named_seed(name, bits=56))
+        order = torch.randperm(n * ranks.world, generator=generator)
+        for batch, part in zip(batches, order.tensor_split(len(batches))):
+            own = [i - ranks.rank * n for i in part.tolist() if i // n == ranks.rank]
+            batch[policy] = MiniBatch(samples.rows(own), int(counted[part].sum()))
     return batches
