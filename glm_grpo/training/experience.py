@@ -109,8 +109,7 @@ class Experience:
         self.memory[phase] = peak.gigabytes()
 
     def save(self, folder: str | Path) -> None:
-        """Save the step for inspection: 000.png..., rollout.txt (a line per image: reward, the last
-        policy's advantage, prompt), rollout.safetensors (its tensors)."""
+        "Save the step for inspection: 000.png..., prompts.txt, rollout.safetensors (its tensors)."
         from safetensors.torch import save_file
 
         found = {"rewards": self.rewards}
@@ -118,11 +117,6 @@ class Experience:
             found |= vars(record) if record is not None else {}
         for name, samples in self.samples.items():
             found[f"{name}/advantages"] = samples.advantages
-        of_last = samples.advantages.view(len(samples), -1).mean(1)
-        lines = []
-        for i, prompt in enumerate(self.rollout.prompts):
-            numbers = f"reward {self.rewards[i]:.6g}  advantage {of_last[i]:.6g}"
-            lines.append(f"{i:03d}.png  {numbers}  {prompt!r}\n")
         tensors = {
             k: v.cpu().clone().contiguous() for k, v in found.items() if isinstance(v, Tensor)
         }
@@ -130,7 +124,8 @@ class Experience:
             save_file(tensors, part / "rollout.safetensors")
             for i, image in enumerate(tensor_to_pil(self.rollout.image_tensors.nan_to_num())):
                 image.save(part / f"{i:03d}.png")
-            (part / "rollout.txt").write_text("".join(lines), encoding="utf-8")
+            prompts = "\n".join(map(repr, self.rollout.prompts))
+            (part / "prompts.txt").write_text(prompts, encoding="utf-8")
 
 # %% ../../nbs/5_training/06_experience.ipynb #n030
 @dataclass(frozen=True)
