@@ -170,7 +170,7 @@ class Run:
         self.say("training", f"steps {trainer.step + 1} to {training.max_steps}, each {images}")
         self.say(
             "watch",
-            "reward with its recent mean and trend, grad, clip, kl; the loss is zero by "
+            "reward with its recent mean and trend, grad, ratio, clip, kl; the loss is zero by "
             "construction with one update per rollout",
         )
         self.interrupts.trainer = trainer

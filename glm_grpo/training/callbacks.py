@@ -61,11 +61,20 @@ def is_due(step: int, every: int) -> bool:
     return bool(every) and (step % every == 0 or step == 1)
 
 
+SHOWN = {  # in metrics.jsonl -> name and form in a line of progress
+    "grad_norm": ("grad", ".3g"),
+    "ratio_mean": ("ratio", ".3f"),
+    "clip_fraction": ("clip", ".1%"),
+    "kl": ("kl", ".3g"),
+}
+
+
 def describe_step(
     trainer: "MinimalGRPOTrainer",  # noqa: F821  after a step
 ) -> str:
     """The last step's reward, its mean over the last ten steps with the difference from the ten
-    before (fewer while there are fewer than twenty), gradient norm, clip fraction, KL, warnings."""
+    before (fewer while there are fewer than twenty); each policy's gradient norm, ratio, clip
+    fraction and KL, and whether it learnt nothing; warnings."""
     metrics, rewards = trainer.history[-1], [line["reward_mean"] for line in trainer.history]
     told = f"reward {rewards[-1]:.3f}"
     if width := min(10, len(rewards) // 2):
@@ -73,11 +82,12 @@ def describe_step(
         told += f" (last {width}: {last:.3f}, {last - before:+.3f})"
     for policy in trainer.policies:
         prefix = f"{policy}/" if len(trainer.policies) > 1 else ""
-        told += f", {prefix}grad {metrics[f'{prefix}grad_norm']:.3g}"
-        # a loss of one's own may lack these
-        for name, column, shape in (("clip", "clip_fraction", ".1%"), ("kl", "kl", ".3g")):
-            if (value := metrics.get(prefix + column)) is not None:
-                told += f", {prefix}{name} {value:{shape}}"
+        for column, (name, form) in SHOWN.items():
+            if (value := metrics.get(prefix + column)) is not None:  # not each loss has all
+                told += f", {prefix}{name} {value:{form}}"
+        if metrics.get(f"{prefix}equal_groups") == 1:
+            told += f", {prefix}all groups equal"
+            told += ": nothing learnt" if metrics[f"{prefix}grad_norm"] == 0 else ""
         if metrics[f"{prefix}skipped"]:
             told += f", {prefix}NOT FINITE, so no update"
     if metrics.get("alarms"):  # of the evaluation in between
