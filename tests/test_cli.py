@@ -34,7 +34,6 @@ from helpers import (
     without_seconds,
     write_images,
 )
-from PIL import Image
 
 from glm_grpo.data.basics import list_options
 from glm_grpo.run.command_line import OPTIONS, SHORT, Words, parse_args
@@ -402,7 +401,7 @@ def test_sigterm_saves_too(folder):
 
 
 def test_a_reward_that_breaks_later_loses_nothing(folder, capsys):
-    run, failed = folder / "run", folder / "run/failed_reward"
+    run = folder / "run"
     broken = counting_reward("1 / (4 - len(calls))")
     (folder / "green.py").write_text(broken)
     assert main(*small(folder, "--num_steps", 50, "--output_dir", run)) == 2
@@ -412,12 +411,9 @@ def test_a_reward_that_breaks_later_loses_nothing(folder, capsys):
         "ZeroDivisionError",
         "green.py, line 6",
         "checkpoint_interrupt",
-        "failed_reward/green.png",
     ):
         assert said in message
     assert steps(run) == [1] and (run / "checkpoints/checkpoint_interrupt").is_dir()
-    assert Image.open(failed / "green.png").size == (64, 64)
-    assert (failed / "green.txt").read_text().splitlines()[0] in PROMPTS
 
 
 def test_a_reward_that_hangs_is_named(folder, capsys):
@@ -459,11 +455,9 @@ def test_parts_are_logged_and_evaluations_during_training_can_be_repeated(
     run = run_with_two_rewards(folder)
     capsys.readouterr()
     for line in without_seconds(run):
-        weighted = line["reward/green_weighted"] + line["reward/dark_weighted"]
-        assert weighted == pytest.approx(line["reward_mean"], abs=1e-5)
-        assert (
-            line["reward/jpeg_compressibility_weighted"] == 0 > line["reward/jpeg_compressibility"]
-        )
+        assert {"reward/green", "reward/dark"} < set(line) and line[
+            "reward/jpeg_compressibility"
+        ] < 0
         assert 0 < line["image/brightness"] < 1 and line["image/diversity"] > 0
         assert line["grad_norm"] > 0
     history = read_jsonl(run / "eval_history.jsonl")

@@ -24,10 +24,19 @@ def test_the_console_says_what_to_watch(folder, capsys):
     out, err = capsys.readouterr()
     assert "\r" not in out + err and out.isascii()
     assert "the loss is zero by construction with one update per rollout" in out
-    numbers = r"reward \S+ .*grad \S+, clip \S+%, kl \S+, \S+ s/step, \d\d:\d\d left"
+    numbers = r"reward \S+ .*grad \S+, ratio 1\.000, clip \S+%, kl \S+, \S+ s/step, \d\d:\d\d left"
     shown = re.findall(rf"^\d\d:\d\d:\d\d  step (\d)/4  {numbers}$", out, re.M)
     assert shown == ["1", "3", "4"]  # the first, every third, the last
     assert max(abs(line["loss"]) for line in read_jsonl(folder / "run/metrics.jsonl")) < 1e-6
+
+
+def test_the_console_says_when_there_was_nothing_to_learn(folder, capsys):
+    (folder / "green.py").write_text("def green(images):\n    return [1.0] * len(images)\n")
+    words = small(folder, "--num_steps", 1, "--training.trackers", "null")
+    assert main(*words, "--output_dir", folder / "run") == 0
+    assert "all groups equal: nothing learnt" in capsys.readouterr().out
+    (line,) = read_jsonl(folder / "run/metrics.jsonl")
+    assert line["equal_groups"] == 1 and line["grad_norm"] == 0
 
 
 @pytest.fixture

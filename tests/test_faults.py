@@ -69,13 +69,11 @@ def test_steps_without_finite_numbers_end_the_run_with_the_rollout_on_disk(folde
     message = told(capsys)
     check_said(message, "not finite 3 times in a row", "Lower the learning rate")
     check_said(message, str(failed), "checkpoint_interrupt")
-    lines = (failed / "rollout.txt").read_text().splitlines()
-    for number, (line, reward) in enumerate(zip(lines, ("3e+38", "-3e+38"), strict=True)):
-        assert line.startswith(f"00{number}.png  reward {reward}  ")
-        assert any(prompt in line for prompt in PROMPTS)
-        assert Image.open(failed / f"00{number}.png").size == (64, 64)
-    wanted = {"token_ids", "image_tensors", "rewards", "ar/advantages"}
-    assert wanted <= set(load_file(failed / "rollout.safetensors"))
+    assert set((failed / "prompts.txt").read_text().splitlines()) < set(map(repr, PROMPTS))
+    assert [Image.open(failed / f"00{i}.png").size for i in (0, 1)] == [(64, 64)] * 2
+    saved = load_file(failed / "rollout.safetensors")
+    assert {"token_ids", "image_tensors", "ar/advantages"} < set(saved)
+    assert torch.allclose(saved["rewards"], torch.tensor([3e38, -3e38]))
     good = load_file(run / "checkpoints/checkpoint_step_2/adapter_model.safetensors")
     stopped = load_file(run / "checkpoints/checkpoint_interrupt/adapter_model.safetensors")
     assert steps(run) == [1, 2, 3, 4] and same_tensors(good, stopped)

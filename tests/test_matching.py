@@ -291,7 +291,7 @@ def test_with_nft_the_slow_copy_samples_and_the_contrast_grows(model):
 
 
 def test_advantages_are_clipped():
-    scores = Scores(torch.tensor([0.0, 0.0, 0.0, 1.0]), {}, {})
+    scores = Scores(torch.tensor([0.0, 0.0, 0.0, 1.0]))
     options = TrainerOptions().with_changes(advantage_clip=1.0)
     _, advantages, _ = compare_samples(scores, None, 4, 1, options)
     assert advantages.max() == 1.0 and advantages.min() > -1

@@ -54,7 +54,7 @@ def test_side_effects_that_do_no_harm(folder):
     off = "import torch\ntorch.set_grad_enabled(False)"
     (folder / "green.py").write_text(counting_reward("torch.rand(1)", off))
     words = small(folder, "--num_steps", 2, "--training.trackers", "null")
-    with pytest.warns(UserWarning, match="reward green .*global random numbers of torch"):
+    with pytest.warns(UserWarning, match="reward green .*global random numbers"):
         assert main(*words, "--output_dir", folder / "run") == 0
     assert torch.is_grad_enabled() and steps(folder / "run") == [1, 2]
 

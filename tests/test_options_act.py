@@ -213,7 +213,7 @@ def test_an_option_of_training_acts(name, tmp_path, monkeypatch):
 def test_a_sample_whose_advantage_is_exactly_zero_is_counted_with_its_group():
     rewards = torch.tensor([0.0, 0.5, 1.0, 2.0, 2.0, 2.0])
     options = TrainerOptions().with_changes(equal="drop")
-    _, advantages, counted = compare_samples(Scores(rewards, {}, {}), None, 3, 1, options)
+    _, advantages, counted = compare_samples(Scores(rewards), None, 3, 1, options)
     assert advantages[1] == 0 and counted.tolist() == [True] * 3 + [False] * 3
 
 

@@ -159,15 +159,6 @@ def test_strange_health(health):
         assert f"{server.url}/health" in message and message.isprintable()
 
 
-def test_a_dead_server_is_asked_three_times():
-    "`call_reward` does not go through the images one by one when a server fails."
-    with BrokenServer(say(NO_MEMORY)) as server:
-        client = RemoteReward(server.url)
-        client.pause = 0.01
-        assert "out of memory" in refusal(call_reward, client, IMAGES[:8], PROMPTS[:8])
-        assert len(server.paths) == 3
-
-
 def nosy(images, prompts, targets=None, sources=None, metadata=None):
     return [len(prompt) if '"' in prompt else float("nan") for prompt in prompts]
 
@@ -196,12 +187,11 @@ def test_all_inputs_of_a_reward_arrive_and_no_others(monkeypatch):
     assert np.array_equal(heard["sources"][0][1], grey)
 
 
-@pytest.mark.parametrize("value", [time, float("nan")])
-def test_metadata_that_json_cannot_hold(value):
+def test_metadata_that_json_cannot_hold():
     with serve(nosy) as server:
         client = RemoteReward(server.url)
-        message = refusal(call_reward, client, IMAGES[:1], ["a"], metadata=[{"x": value}])
-    assert "metadata" in message
+        message = refusal(call_reward, client, IMAGES[:1], ["a"], metadata=[{"x": time}])
+    assert "nosy raised TypeError" in message and "JSON" in message
 
 
 def test_a_token_over_http_to_another_machine_is_warned_of(monkeypatch, recwarn):

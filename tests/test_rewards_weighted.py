@@ -44,20 +44,18 @@ def test_the_same_threads_serve_every_call_and_end_with_their_team():
     assert "reward letters" not in thread_names()
 
 
-def test_a_part_that_hangs_is_named_with_its_image():
+def test_a_part_that_hangs_is_named():
     begin = time.monotonic()
-    with pytest.raises(RewardError, match="has not answered within 0.3 s") as caught:
+    with pytest.raises(RewardError, match="reward server has not answered within 0.3 s"):
         team_of(0.3, scene=slow(0), server=slow(5))(IMAGES, PROMPTS)
     assert time.monotonic() - begin < 4
-    assert caught.value.reward == "server" and caught.value.prompt == "one"
-    assert torch.equal(caught.value.image, IMAGES[0])
 
 
 def test_an_error_is_raised_at_once():
     begin = time.monotonic()
-    with pytest.raises(RewardError, match="ZeroDivisionError") as caught:
+    with pytest.raises(RewardError, match="reward broken raised ZeroDivisionError"):
         team_of(10, broken=lambda images: 1 / 0, server=slow(5))(IMAGES, PROMPTS)
-    assert caught.value.reward == "broken" and time.monotonic() - begin < 4
+    assert time.monotonic() - begin < 4
 
 
 def test_the_time_limit_is_for_all_parts_together():

@@ -380,7 +380,7 @@ def test_each_policy_can_have_its_own_reward():
     moved = [not torch.equal(a, b) for a, b in zip(before, trainer.model.weights())]
     assert moved == [False, True]  # the tokens' reward is constant
     assert line["ar/reward/flat"] == pytest.approx(0.1) and "reward/blue" not in line
-    assert line["dit/reward/blue_weighted"] == pytest.approx(line["dit/reward_mean"], abs=1e-6)
+    assert 2 * line["dit/reward/blue"] == pytest.approx(line["dit/reward_mean"], abs=1e-6)
     assert line["reward_mean"] == pytest.approx(0.1 + line["dit/reward_mean"], abs=1e-6)
     assert line["ar/equal_groups"] == 1 and line["dit/equal_groups"] == 0
 

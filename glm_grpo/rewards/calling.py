@@ -4,28 +4,23 @@
 
 # %% auto #0
 __all__ = ['ARGUMENTS', 'check_targets', 'simple_reward_function', 'RewardError', 'reward_name', 'error_text', 'wanted_arguments',
-           'settings_kept', 'random_states', 'call_reward', 'where_raised', 'save_failed']
+           'settings_kept', 'random_states', 'call_reward']
 
 # %% ../../nbs/4_rewards/01_calling.ipynb #c002
 import contextlib
 import inspect
 import pickle
 import random
-import re
 import reprlib
-import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ..data.basics import UserError, atomic_write
-from ..data.images import tensor_to_pil
+from ..data.basics import UserError
 
 # %% ../../nbs/4_rewards/01_calling.ipynb #c006
 def check_targets(
@@ -57,21 +52,7 @@ def simple_reward_function(
 
 # %% ../../nbs/4_rewards/01_calling.ipynb #c014
 class RewardError(RuntimeError):
-    """A reward raised, took too long, or did not return one number per image.
-
-    `image` [3, H, W] is the image on which it failed; if that is unknown, the first of the batch.
-    """
-
-    def __init__(
-        self,
-        reward: str,  # its name
-        what: str,  # it did
-        prompt: str = "",
-        image: Tensor | None = None,  # [3, H, W]
-    ):
-        super().__init__(f"The reward {reward} {what}")
-        self.reward, self.prompt = reward, prompt
-        self.image = None if image is None else image.detach().float().cpu()
+    "A reward raised, took too long, or did not return one number per image."
 
 
 def reward_name(reward: Callable) -> str:
@@ -105,21 +86,8 @@ def wanted_arguments(
         ) from None
     return wanted
 
-# %% ../../nbs/4_rewards/01_calling.ipynb #c020
-def _first_failing(reward, arguments, n, seconds=10):
-    "Index of the first of n images on which a reward fails alone; None: no image, or no time left."
-    end = time.monotonic() + seconds
-    for i in range(n):
-        one = {key: None if value is None else value[i : i + 1] for key, value in arguments.items()}
-        try:
-            reward(**one)
-        except (Exception, SystemExit):
-            return i
-        if time.monotonic() > end:
-            return None
-
 # %% ../../nbs/4_rewards/01_calling.ipynb #cb8d8a7
-def _checked(result, prompts, may_skip, failed):
+def _checked(name, result, prompts, may_skip):
     "A reward's result as [N] float32 on the CPU. RewardError: no numbers, a wrong shape, NaN..."
     n = len(prompts)
     try:
@@ -127,17 +95,15 @@ def _checked(result, prompts, may_skip, failed):
         if rewards.shape != (n,):
             raise ValueError(f"the shape is {list(rewards.shape)}")
     except Exception as e:  # whatever a strange object raises
-        raise failed(
-            f"returned {reprlib.repr(result)} for {n} images; it must return one number per image, "
-            f"a tensor or list of shape [{n}] ({error_text(e)})"
+        raise RewardError(
+            f"The reward {name} returned {reprlib.repr(result)}; it must return a tensor or list "
+            f"of shape [{n}] ({error_text(e)})."
         ) from None
-    bad = (rewards.isinf() if may_skip else ~rewards.isfinite()).nonzero().flatten().tolist()
-    if bad:
-        i = bad[0]
-        raise failed(
-            f"returned {rewards[i].item()} for image {i}, prompt {prompts[i]!r} "
-            f"({len(bad)} of {n} are not finite).",
-            i,
+    wrong = rewards.isinf() if may_skip else ~rewards.isfinite()
+    if wrong.any():
+        i = int(wrong.nonzero()[0])
+        raise RewardError(
+            f"The reward {name} returned {rewards[i]:g} for image {i}, prompt {prompts[i]!r}."
         )
     return rewards
 
@@ -161,19 +127,15 @@ def settings_kept(
             torch.set_num_threads(threads)
     if changed:
         raise RewardError(
-            name,
-            "(or one that ran beside it) called torch.set_default_dtype, which changes the whole "
-            "program. Convert only the reward's own tensors.",
+            f"The reward {name} (or one that ran beside it) called torch.set_default_dtype, which "
+            "changes the whole program. Convert only the reward's own tensors."
         )
 
 
-def random_states() -> dict[str, Any]:  # library -> state of its global generator
+def random_states() -> list:
     "The states of the global generators of torch (CPU), Python and numpy."
-    return {
-        "torch": torch.get_rng_state().tolist(),
-        "random": random.getstate(),
-        "numpy.random": pickle.dumps(np.random.get_state()),
-    }
+    numpy_state = pickle.dumps(np.random.get_state())
+    return [torch.get_rng_state().tolist(), random.getstate(), numpy_state]
 
 # %% ../../nbs/4_rewards/01_calling.ipynb #c024
 @torch.no_grad()
@@ -196,10 +158,6 @@ def call_reward(
     name, given = name or reward_name(reward), (images, prompts, targets, sources, metadata)
     wanted = wanted_arguments(reward)
     arguments = {key: value for key, value in zip(ARGUMENTS, given) if key in wanted}
-
-    def failed(what, i=0):
-        return RewardError(name, what, prompts[i], images[i])
-
     before = random_states()
     with settings_kept(name):
         try:
@@ -207,49 +165,17 @@ def call_reward(
         except (UserError, RewardError):  # a part's error already has its name
             raise
         except (Exception, SystemExit) as error:
-            first = None
-            if not isinstance(error, OSError):  # a file's or server's fault is not an image's
-                first = _first_failing(reward, arguments, len(images))
-            place = "the batch's first prompt" if first is None else f"image {first}, prompt"
-            i = first or 0
-            raise failed(f"raised {error_text(error)} ({place}: {prompts[i]!r})", i) from error
-    moved = [library for library, state in random_states().items() if state != before[library]]
+            at = traceback.extract_tb(error.__traceback__)[-1]
+            raise RewardError(
+                f"The reward {name} raised {error_text(error)} ({at.filename}, line {at.lineno}; "
+                f"first prompt of the batch: {prompts[0]!r})."
+            ) from error
+    moved = random_states() != before
     if moved and not hasattr(reward, "parts"):  # the parts of a sum are called and checked alone
         warnings.warn(
-            f"The reward {name} (or one that ran beside it) uses the global random numbers of "
-            f"{', '.join(moved)}. A resumed run would get other rewards than an uninterrupted one. "
+            f"The reward {name} (or one that ran beside it) uses global random numbers of torch, "
+            "random or numpy. A resumed run would get other rewards than an uninterrupted one. "
             "Draw from a generator of its own, such as torch.Generator().manual_seed(0).",
             stacklevel=2,
         )
-    return _checked(result, prompts, may_skip, failed)
-
-# %% ../../nbs/4_rewards/01_calling.ipynb #c032
-def where_raised(error: RewardError) -> str:
-    "The message of a reward's error, with the file and line that raised it, if any."
-    if error.__cause__ is None:
-        return str(error)
-    last = traceback.extract_tb(error.__cause__.__traceback__)[-1]
-    return f"{error} (at {last.filename}, line {last.lineno})"
-
-
-def save_failed(
-    error: RewardError,
-    folder: str | Path,  # of the run
-) -> str:  # a sentence with the file's name; "" if there is no image
-    """Save the image that a reward failed on as folder/failed_reward/NAME.png.
-
-    The prompt and the message are in NAME.txt beside it.
-    """
-    if error.image is None:
-        return ""
-    name = re.sub(r"\W+", "_", error.reward, flags=re.ASCII)[:80]
-    path = Path(folder) / "failed_reward" / f"{name}.png"
-    image = tensor_to_pil(error.image[None].nan_to_num())[0]
-    try:
-        with atomic_write(path, "wb") as file:
-            image.save(file, format="PNG")
-        with atomic_write(path.with_suffix(".txt")) as file:
-            file.write(f"{error.prompt}\n\n{error}\n")
-    except OSError as e:
-        return f" The image could not be saved ({e})."
-    return f" The image is saved in {path}."
+    return _checked(name, result, prompts, may_skip)

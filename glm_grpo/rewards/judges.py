@@ -41,17 +41,12 @@ def _told(model) -> Iterator[None]:
             yield
     except (ImportError, OSError, ValueError) as e:
         why = str(e).strip().splitlines()[0]
-        fix = (
-            "Give the complete folder of a model in the layout of transformers, with its processor "
-            "and its weights as safetensors, or a hub id that is on this machine: "
-            f"hf download {model}"
-        )
-        if isinstance(e, ImportError):
-            fix = (
-                "Install the package. Processors that also prepare video need the torchvision that "
-                f"fits torch {torch.__version__}; models for images only, like LLaVA 1.5, do not."
-            )
-        raise UserError(f"{model}: cannot be loaded ({why}). {fix}") from e
+        raise UserError(
+            f"{model}: cannot be loaded ({why}). Give the complete folder of a model in the layout "
+            "of transformers, with its processor and its weights as safetensors, or a hub id that "
+            f"is on this machine (hf download {model}). Processors that also prepare video need "
+            "torchvision."
+        ) from e
 
 
 def load_frozen(
@@ -70,8 +65,8 @@ def load_frozen(
             trust_remote_code=False,
             output_loading_info=True,
         )
-        if missing := sorted(info["missing_keys"]):
-            raise ValueError(f"{len(missing)} weights are missing, for example {missing[0]}")
+        if info["missing_keys"]:
+            raise ValueError(f"weights are missing: {min(info['missing_keys'])}...")
     return loaded.eval().requires_grad_(False).to(device)
 
 
@@ -224,8 +219,7 @@ class VLMJudge(Judge):
 
     p is the probability of the answer's first token; the reward is in [0, 1]. VQAScore
     (2404.01291, equation 1) takes p(yes) alone. Any AutoModelForImageTextToText with a chat
-    template. UserError: folder, weights or processor are missing, or both answers begin with the
-    same token.
+    template. UserError: folder, weights or processor are missing.
     """
 
     name = "vlm"
@@ -235,8 +229,6 @@ class VLMJudge(Judge):
         model: str | Path,  # folder or hub id
         # {prompt} is replaced; a question without it is the same for every image
         question: str = 'Does this figure show "{prompt}"? Please answer yes or no.',
-        yes: str = "Yes",  # the answer that is rewarded; its first token counts
-        no: str = "No",  # the other answer
         device: str | None = None,  # None: CUDA if there is one, else MPS, else the CPU
         # of the weights; None: bfloat16 on CUDA, else float32
         dtype: str | torch.dtype | None = None,
@@ -246,18 +238,12 @@ class VLMJudge(Judge):
         self.processor = load_processor(model)
         tokenizer = self.processor.tokenizer
         tokenizer.padding_side = "left"
-        ids = [tokenizer(answer, add_special_tokens=False).input_ids[0] for answer in (yes, no)]
-        if ids[0] == ids[1]:
-            raise UserError(
-                f"The answers {yes!r} and {no!r} begin with the same token of {model}. "
-                "Choose answers that differ in their first letter."
-            )
-        self.answers = torch.tensor(ids, device=self.device)
+        answers = tokenizer(["Yes", "No"], add_special_tokens=False).input_ids
+        self.answers = torch.tensor([ids[0] for ids in answers], device=self.device)
         auto, dtype = transformers.AutoModelForImageTextToText, pick_dtype(dtype, self.device)
         self.model = load_frozen(auto, model, dtype, self.device)
 
-    def ask(self, images: Tensor, prompts: list[str]) -> Tensor:
-        "The logits of the answer's first token, [N, vocabulary]"
+    def _judge(self, images, prompts):
         write = self.processor.apply_chat_template
         texts = []
         for prompt in prompts:
@@ -267,7 +253,5 @@ class VLMJudge(Judge):
         pil_images = [[image] for image in tensor_to_pil(images)]
         inputs = self.processor(text=texts, images=pil_images, padding=True, return_tensors="pt")
         inputs = inputs.to(self.device, self.model.dtype)  # whole numbers stay what they are
-        return self.model(**inputs, logits_to_keep=1).logits[:, -1].float()
-
-    def _judge(self, images, prompts):
-        return self.ask(images, prompts)[:, self.answers].softmax(-1)[:, 0]
+        logits = self.model(**inputs, logits_to_keep=1).logits[:, -1].float()
+        return logits[:, self.answers].softmax(-1)[:, 0]

@@ -351,9 +351,8 @@ class RemoteReward:
         is_list = isinstance(self.wants, list) and all(name in ARGUMENTS for name in self.wants)
         if answer.get("version") != VERSION or not is_list:
             raise UserError(
-                f"{self.url}/health is not a reward server of version {VERSION} that wants some of "
-                f"{', '.join(ARGUMENTS)}; it answered {clean(answer)}. Fix the address, or the "
-                "server (protocol: notebook 4_rewards/16_remote)."
+                f"{self.url}/health is not a reward server of version {VERSION}; it answered "
+                f"{clean(answer)}. Fix the address, or the server (4_rewards/16_remote)."
             )
 
     def __call__(
@@ -385,18 +384,11 @@ class RemoteReward:
             request[name] = encode_images(given[name])
         if "sources" in given:
             request["sources"] = [encode_images(own) for own in given["sources"]]
-        try:
-            body = json.dumps(request, allow_nan=False).encode()
-        except (TypeError, ValueError) as e:
-            raise UserError(
-                f"The metadata for a remote reward cannot be written as JSON ({e}). "
-                "Use only texts, finite numbers, lists and dicts in metadata."
-            ) from e
 
         def is_score(x):  # type, not isinstance: True is not a score
             return x is None or (type(x) in (int, float) and abs(x) < 3e38)
 
-        scores = self.ask("/score", body).get("scores")
+        scores = self.ask("/score", json.dumps(request, allow_nan=False).encode()).get("scores")
         if not isinstance(scores, list) or len(scores) != n or not all(map(is_score, scores)):
             raise RemoteError(
                 f"The remote reward at {self.url} returned {clean(scores)} for {n} images. Fix "

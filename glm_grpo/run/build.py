@@ -20,12 +20,7 @@ from ..data.scenes import parse_prompt
 from ..model.adapters import LoraOptions, choose_lora
 from ..model.loading import download_model
 from ..model.wrapper import GLMImageWrapper
-from glm_grpo.rewards.calling import (
-    RewardError,
-    call_reward,
-    simple_reward_function,
-    where_raised,
-)
+from ..rewards.calling import RewardError, call_reward, simple_reward_function
 from ..rewards.registry import BRING_WEIGHTS, METRICS, make_metric
 from ..rewards.scene_checks import SceneCheck
 from ..rewards.text import quoted_texts
@@ -211,7 +206,7 @@ def check_reward(
         try:
             call_reward(one, blank, batch["prompts"], *given)
         except RewardError as e:
-            raise UserError(where_raised(e)) from e
+            raise UserError(str(e)) from e
 
 # %% ../../nbs/6_run/13_build.ipynb #n022
 def lora_options(config: Config) -> LoraOptions | None:

@@ -25,7 +25,7 @@ from jsonargparse import ArgumentError, ArgumentParser
 
 from ..data.basics import UserError
 from ..data.basics import option_value, problem_with, read_entries, refuse, shown
-from ..rewards.registry import METRICS, functions_of_others
+from ..rewards.registry import METRICS, function_places
 from ..rewards.remote import TOKEN
 from .config import GONE, OPTIONS, Config, to_yaml, translate
 from ..training.checkpoints import find_checkpoint, run_folder
@@ -233,8 +233,7 @@ def read_options(
 def code_of(config: Config) -> dict[str, str]:  # function -> the file or module that it runs
     "The functions that a configuration names."
     reward = config.reward
-    found = functions_of_others(reward.functions, None)
-    return found | functions_of_others(reward.dit_functions, None)
+    return function_places(reward.functions) | function_places(reward.dit_functions)
 
 
 def words_to_go_on(config: Config) -> str:

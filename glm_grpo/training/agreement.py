@@ -36,7 +36,6 @@ class Gap:
     allowed: float = math.inf  # for `largest`
     allowed_mean: float = math.inf
     allowed_kl: float = math.inf
-    usual_mean: float = math.inf  # above it: a warning
     clip: float = math.inf  # the policy's clip range
 
     @property
@@ -74,10 +73,10 @@ def old_new_gap(
     "Of new and old log-probs before the first update."
     short = dtype not in FULL_PRECISION
     allowed = ROUNDING.get(policy, ROUNDING["ar"])[short]
-    usual = allowed_mean = allowed / LARGEST_OVER_MEAN
+    allowed_mean = allowed / LARGEST_OVER_MEAN
     if short and policy != "dit" and not same_batches:
         allowed_mean = max(MEAN_OF_OTHER_BATCHES, 3 * loop.mean if loop else 0.0)
-    return Gap(*numbers.values(), allowed, allowed_mean, usual_mean=usual, clip=clip)
+    return Gap(*numbers.values(), allowed, allowed_mean, clip=clip)
 
 # %% ../../nbs/5_training/09_agreement.ipynb #ag09
 @dataclass(frozen=True)
@@ -117,19 +116,14 @@ class Agreement:
         "Where rounding alone is unusually large or reaches the clip range; empty: nowhere."
         found = []
         for name, gap in self.policies.items():
-            if gap.too_large:
-                continue
-            if gap.mean > gap.usual_mean:
-                found.append(
-                    f"{name}: new and old log-probs differ by {gap}, more than usual in "
-                    f"{self.dtype}; they were computed in different micro-batches."
-                )
-            if gap.mean > gap.clip:
+            usual = min(gap.clip, gap.allowed / LARGEST_OVER_MEAN)
+            if gap.mean > usual and not gap.too_large:
                 option = "dit_clip_range" if name == "dit" else "clip_range"
                 found.append(
                     f"{name}: rounding in {self.dtype} moves log-probs by {gap.mean:.2g} per "
-                    f"decision, more than reward.grpo.{option} {gap.clip:g}, so the clip removes "
-                    f"gradients at random. Raise {option} or set training.mini_batches 1."
+                    f"decision, and reward.grpo.{option} is {gap.clip:g}. What it moves beyond "
+                    "that range is clipped at random: raise the range, or set "
+                    "training.mini_batches 1."
                 )
         return " ".join(found)
 

@@ -178,9 +178,7 @@ def compare(
         numbers[f"{prefix}equal_groups"] = equal.float().mean().item()
         prefix = f"{name}/" if len(scores) > 1 else ""
         for part, values in scores[reward].parts.items():
-            weighted = scores[reward].weighted[part]
             numbers[f"{prefix}reward/{part}"] = values.nanmean().item()
-            numbers[f"{prefix}reward/{part}_weighted"] = weighted.nanmean().item()
     total = sum(s.rewards for s in scores.values())
     numbers |= {"reward_mean": total.mean().item(), "reward_std": total.std().item()}
     return Experience(rollout, samples, of_all, ranks.own(total), numbers)

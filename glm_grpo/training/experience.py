@@ -21,6 +21,7 @@ from ..data.basics import atomic_dir
 from ..data.images import tensor_to_pil
 from ..data.rollout import Rollout, Samples
 from ..maths.advantages import compute_advantages, gdpo_advantages
+from ..maths.noise import named_seed
 from ..rewards.weighted import Scores
 from .options import TrainerOptions
 from .ranks import Ranks
@@ -54,11 +55,10 @@ def join_scores(
     of_ranks: list[Scores],  # of the same reward
 ) -> Scores:
     "Concatenate the scores of all ranks."
-    parts, weighted = {}, {}
+    parts = {}
     for name in of_ranks[0].parts:
         parts[name] = torch.cat([scores.parts[name] for scores in of_ranks])
-        weighted[name] = torch.cat([scores.weighted[name] for scores in of_ranks])
-    return Scores(torch.cat([scores.rewards for scores in of_ranks]), parts, weighted)
+    return Scores(torch.cat([scores.rewards for scores in of_ranks]), parts)
 
 # %% ../../nbs/5_training/06_experience.ipynb #n013m
 class PeakMemory:
@@ -109,8 +109,7 @@ class Experience:
         self.memory[phase] = peak.gigabytes()
 
     def save(self, folder: str | Path) -> None:
-        """Save the step for inspection: 000.png..., rollout.txt (a line per image: reward, the last
-        policy's advantage, prompt), rollout.safetensors (its tensors)."""
+        "Save the step for inspection: 000.png..., prompts.txt, rollout.safetensors (its tensors)."
         from safetensors.torch import save_file
 
         found = {"rewards": self.rewards}
@@ -118,11 +117,6 @@ class Experience:
             found |= vars(record) if record is not None else {}
         for name, samples in self.samples.items():
             found[f"{name}/advantages"] = samples.advantages
-        of_last = samples.advantages.view(len(samples), -1).mean(1)
-        lines = []
-        for i, prompt in enumerate(self.rollout.prompts):
-            numbers = f"reward {self.rewards[i]:.6g}  advantage {of_last[i]:.6g}"
-            lines.append(f"{i:03d}.png  {numbers}  {prompt!r}\n")
         tensors = {
             k: v.cpu().clone().contiguous() for k, v in found.items() if isinstance(v, Tensor)
         }
@@ -130,7 +124,8 @@ class Experience:
             save_file(tensors, part / "rollout.safetensors")
             for i, image in enumerate(tensor_to_pil(self.rollout.image_tensors.nan_to_num())):
                 image.save(part / f"{i:03d}.png")
-            (part / "rollout.txt").write_text("".join(lines), encoding="utf-8")
+            prompts = "\n".join(map(repr, self.rollout.prompts))
+            (part / "prompts.txt").write_text(prompts, encoding="utf-8")
 
 # %% ../../nbs/5_training/06_experience.ipynb #n030
 @dataclass(frozen=True)
@@ -152,17 +147,20 @@ def deal_minibatches(
     experience: Experience,
     parts: int,  # optimizer steps in a pass
     ranks: Ranks,
-    name: str,  # of the shuffle
+    name: str,  # of the shuffle, which depends on it alone
 ) -> list[dict[str, MiniBatch]]:
-    "Shuffle the samples of all ranks together and split them. One part keeps their order."
+    """Shuffle the samples of all ranks together and split them, alike for any number of ranks. A
+    rank may have none in a part. One part keeps their order."""
     sizes = [len(s) * ranks.world for s in experience.samples.values()]
     batches = [{} for _ in range(min(parts, *sizes))]
     for policy, samples in experience.samples.items():
-        counted = experience.counted[policy]
+        n, counted = len(samples), experience.counted[policy]
         if parts == 1:
             batches[0][policy] = MiniBatch(samples, int(counted.sum()))
             continue
-        dealt = ranks.deal(len(samples), len(batches), name)
-        for batch, (own, of_all) in zip(batches, dealt):
-            batch[policy] = MiniBatch(samples.rows(own), int(counted[of_all].sum()))
+        generator = torch.Generator().manual_seed(named_seed(name, bits=56))
+        order = torch.randperm(n * ranks.world, generator=generator)
+        for batch, part in zip(batches, order.tensor_split(len(batches))):
+            own = [i - ranks.rank * n for i in part.tolist() if i // n == ranks.rank]
+            batch[policy] = MiniBatch(samples.rows(own), int(counted[part].sum()))
     return batches

@@ -217,11 +217,11 @@ class NotFinite(UserError):
 
 
 def remedy(error: Exception, out: Path, trainer: "MinimalGRPOTrainer") -> str:  # noqa: F821
-    """The message for an error during training, with the fix; empty: a bug. The input that failed
-    is saved in `out`: a reward's image, or a rollout whose numbers are not finite."""
+    """The message for an error during training, with the fix; empty: a bug. A rollout whose numbers
+    are not finite is saved in `out`."""
     import torch
 
-    from glm_grpo.rewards.calling import RewardError, save_failed, where_raised
+    from glm_grpo.rewards.calling import RewardError
 
     if isinstance(error, torch.OutOfMemoryError):
         return (
@@ -229,7 +229,7 @@ def remedy(error: Exception, out: Path, trainer: "MinimalGRPOTrainer") -> str:  
             "model.gradient_checkpointing true."
         )
     if isinstance(error, RewardError):
-        return f"{where_raised(error).rstrip('.')}. Fix the reward.{save_failed(error, out)}"
+        return f"{error} Fix the reward."
     if isinstance(error, NotFinite):
         of_rank = f"_rank_{trainer.ranks.rank}" if trainer.ranks.world > 1 else ""
         folder = out / f"failed_step{of_rank}"

@@ -58,15 +58,18 @@ class PolicyOptimizer:
             groups.append(group | {"lr": options.learning_rate_of(name)})
         self.adamw = make_adamw(options.optimizer, groups, options.weight_decay)
         self.ema = self.slow = None
+        self.averages = {}  # name in a checkpoint -> a moving average, the weights that it follows
         if options.ema_decay is not None:
             from diffusers.training_utils import EMAModel
 
             # its decay at step n is min(ema_decay, (1 + n) / (10 + n))
             self.ema = EMAModel(self.stepped, decay=float(options.ema_decay))
+            self.averages["ema"] = self.ema, self.stepped
         if options.slow_copy_decay is not None and "dit" in parameters:
             from diffusers.training_utils import EMAModel
 
             self.slow = EMAModel(self.stepped_of("dit"))
+            self.averages["slow"] = self.slow, self.stepped_of("dit")
 
     @property
     def trained(self) -> list[nn.Parameter]:
@@ -227,24 +230,13 @@ def load_state_dict(
 
 
 @patch_to(PolicyOptimizer)
-def averages(self) -> dict:
-    "Name in a checkpoint -> a moving average (EMAModel) and the weights that it follows."
-    found = {}
-    if self.ema:
-        found["ema"] = self.ema, self.stepped
-    if self.slow:
-        found["slow"] = self.slow, self.stepped_of("dit")
-    return found
-
-
-@patch_to(PolicyOptimizer)
 def load_average(
     self,
     name: str,  # of `averages`
     state: dict | None,  # None: it starts from the current weights
 ) -> None:
     "Load a moving average."
-    average, weights = self.averages()[name]
+    average, weights = self.averages[name]
     if state is None:
         shadow = [p.detach().clone() for p in weights]
         state = {"shadow_params": shadow, "optimization_step": 0}

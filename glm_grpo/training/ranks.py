@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from ..data.basics import UserError, patch_to
-from ..maths.noise import named_seed
 
 
 def process_count() -> int:
@@ -62,18 +61,12 @@ class Ranks:
         device: str | None = None,  # model.device; "cpu": processes talk through gloo
     ) -> "Ranks":
         """Join the processes that `accelerate launch` or torchrun has started; without a launcher
-        there is one rank. UserError: the environment of the launcher is incomplete, or this
-        process has already left its group."""
+        there is one rank. UserError: the environment of the launcher is incomplete."""
         count = process_count()
         if count < 2:
             return cls()
         from accelerate import PartialState
 
-        if PartialState._shared_state and not torch.distributed.is_initialized():
-            raise UserError(
-                f"This process has left its group of {count} ranks (`Ranks.stop`) and cannot join "
-                "another one. Start accelerate launch or torchrun once for each run."
-            )
         cpu = str(device) == "cpu" or not torch.cuda.is_available()
         try:
             # the longest wait in an exchange of tensors
@@ -160,23 +153,6 @@ def own(self, of_all: Tensor) -> Tensor:
     "This rank's part of a tensor gathered from ranks with equally many rows."
     n = len(of_all) // self.world
     return of_all[self.rank * n : (self.rank + 1) * n]
-
-
-@patch_to(Ranks)
-def deal(
-    self,
-    n: int,  # samples of this rank; the same number on each rank
-    parts: int,  # mini-batches, at most the samples of all ranks
-    name: str,  # of the shuffle, which depends on it alone
-) -> list[tuple[list[int], Tensor]]:  # (own rows, numbers among all samples) per mini-batch
-    "Shuffle the samples of all ranks together and split them. A rank may have none in a part."
-    generator = torch.Generator().manual_seed(named_seed(name, bits=56))
-    order = torch.randperm(n * self.world, generator=generator)
-    dealt = []
-    for part in order.tensor_split(parts):
-        own_rows = [i - self.rank * n for i in part.tolist() if i // n == self.rank]
-        dealt.append((own_rows, part))
-    return dealt
 
 # %% ../../nbs/5_training/03_ranks.ipynb #n022
 @patch_to(Ranks)
