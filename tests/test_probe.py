@@ -41,6 +41,7 @@ def test_a_reward_is_probed_as_it_would_be_trained(folder, capsys):
     said = capsys.readouterr().out
     assert "between previews" in said and "Train model.component" in said
     record = read_json(folder / "probe/probe.json")
+    assert (folder / "probe/probe.png").stat().st_size > 5000
     rewards = torch.tensor(record["reward"]["rewards"])
     assert rewards.shape == (2, 4, 2, 2) and rewards.std() > 0
     assert record["reward"]["shares"]["previews"][0] == variance_parts(rewards)["previews"][0]

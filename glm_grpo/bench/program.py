@@ -72,7 +72,7 @@ def parse_options(
     )
     kinds = parser.add_mutually_exclusive_group()
     for kind, text in (
-        ("dit", "a step of the denoising policy against the plain way"),
+        ("dit", "a step of the denoising policy against the plain way and on finished images"),
         ("full-size", "published sizes, random weights, GPU"),
     ):
         text = f"instead: {text}"
@@ -148,7 +148,7 @@ def numbered(images: Tensor) -> Tensor:  # [N, 3, H, W] -> [N]
 
 
 def make_step(
-    way: str,  # "ours", or "image by image": the plain way
+    way: str,  # "ours"; "finished images": ours on these; "image by image": the plain way
     model: GLMImageWrapper,  # with the policy that trains
     options: argparse.Namespace,
 ) -> Callable[[], dict]:  # a training step -> metrics
@@ -163,7 +163,9 @@ def make_step(
         "num_inference_steps": options.num_inference_steps,
         "beta": 0.04 if half == "ar" else 0.0,
     }
-    if way == "ours":
+    if way != "image by image":
+        finished = way == "finished images"
+        times = min(4, options.num_inference_steps - 2) if finished else None
         trainer = MinimalGRPOTrainer(
             model,
             [],
@@ -173,6 +175,8 @@ def make_step(
             batch_size=32 if half == "ar" else options.micro_batch,
             micro_batch_size=options.micro_batch,
             window=2 if half == "both" else None,
+            dit_objective="matching" if finished else "steps",
+            matching_times=times,
             **same,
         )
         return lambda: trainer.train_step({"prompts": prompts})
@@ -253,6 +257,7 @@ NOTES = {
     "dit": [
         "Step, plain: glm_grpo/plain.py, image by image. Both: all steps but the last are "
         "decisions, LoRA, no KL, AdamW, a reward that costs nothing.",
+        "Finished images: the same step of ours with dit_objective matching, at up to four times.",
     ],
     "full-size": [
         "GLM-Image's own sizes, random weights in bf16, LoRA on both halves.",
@@ -272,6 +277,8 @@ def measure_all(
     if half != "dit":
         name = f"sampling the tokens of {images}, {options.image_size} px"
         rows += compare(name, make_sampling, half, "generate", options)
+    if half == "dit":
+        rows += compare(f"a step of {images}", make_step, half, "finished images", options)
     if half != "both":
         name = f"a training step of {images}"
         return rows + compare(name, make_step, half, "image by image", options)

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['LEVELS', 'NUMBERS', 'HELP', 'level_variances', 'variance_parts', 'group_numbers', 'advice', 'sample_trees',
-           'probe_command', 'main']
+           'shares_figure', 'probe_command', 'main']
 
 # %% ../../nbs/6_run/15_probe.ipynb #2a29bdbd
 import json
@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 from tqdm import tqdm
@@ -27,6 +28,7 @@ from .build import check_reward, each_reward, load_model, make_reward, open_data
 from .config import Config, check_config, image_height_width
 from .command_line import Words, parse_args, run_command
 from .evaluation import without_nan
+from ..training.figures import ShownFigure, save_figure
 from ..training.interrupts import STATUSES
 
 LEVELS = ("prompts", "previews", "large grids", "images")
@@ -157,6 +159,23 @@ def sample_trees(
             trees[name] = rewards[scored]
     return trees
 
+# %% ../../nbs/6_run/15_probe.ipynb #122882f5
+def shares_figure(
+    found: dict[str, dict[str, tuple[float, float]]],  # reward or part -> of `variance_parts`
+) -> ShownFigure:
+    "The shares of the variance within a prompt, a bar for each reward."
+    figure = ShownFigure(figsize=(7, 0.8 + 0.45 * len(found)), layout="constrained")
+    axis = figure.subplots()
+    left = np.zeros(len(found))
+    for level in LEVELS[1:]:
+        shares = [max(0.0, parts[level][0]) for parts in found.values()]
+        axis.barh(list(found), shares, left=left, label=level, height=0.6)
+        left += shares
+    axis.invert_yaxis()
+    axis.set_xlabel("share of the variance within a prompt")
+    axis.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=3, frameon=False)
+    return figure
+
 # %% ../../nbs/6_run/15_probe.ipynb #d2bad32f
 NUMBERS = {"num_prompts": 16, "previews": 4, "grids": 2, "images": 2}  # options -> defaults
 HELP = """\
@@ -167,9 +186,9 @@ usage: python -m glm_grpo.probe [--num_prompts N] [--section.option VALUE ...]
 --grids: large grids of each preview (default 2)
 --images: images of the tokens of each large grid (default 2)
 
-All options of python -m glm_grpo.train are options of this program, too. It samples
+All options of python -m glm_grpo.train are options of this program. It samples
 num_prompts x previews x grids x images images, asks the reward of the run, prints what lies
-where, and writes probe.json to output_dir (default outputs/probe).
+where, and writes probe.json and probe.png to output_dir (default outputs/probe).
 """
 
 
@@ -201,8 +220,9 @@ def probe_command(argv: list[str]) -> int:
     check_prompt_lengths(model, dataset, *size)
     number, *shape = options.values()
     record = {"options": options}
+    found = {}
     for name, rewards in sample_trees(config, model, dataset, reward, number, shape).items():
-        parts = variance_parts(rewards)
+        parts = found[name] = variance_parts(rewards)
         numbers = group_numbers(rewards)
         print(
             f"{name}, {len(rewards)} prompts: mean {numbers['mean']:.4f}, best of the token "
@@ -218,7 +238,9 @@ def probe_command(argv: list[str]) -> int:
         record[name] = {"shares": shares, **numbers, "rewards": rewards.tolist()}
     with atomic_write(file) as f:
         json.dump(record, f)
-    print(f"written: {file}")
+    figure = file.with_name("probe.png")
+    save_figure(shares_figure(found), figure)
+    print(f"written: {file}, {figure}")
     return 0
 
 
