@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from glm_grpo.data.basics import refusal
 from glm_grpo.maths.advantages import compute_advantages, equal_groups, gdpo_advantages
-from glm_grpo.maths.loss import LEVELS, LOSSES, combine_metrics, compute_grpo_loss
+from glm_grpo.maths.loss import LEVELS, LOSSES, combine_metrics, compute_grpo_loss, kl_estimate
 from glm_grpo.maths.noise import named_seed
 from glm_grpo.maths.sde import SDE_TYPES, choose_window, decision_steps, gaussian_kl, ratio_norm
 from glm_grpo.maths.sde import sde_step, step_coefficients, velocity_mse
@@ -302,6 +302,32 @@ def test_loss_kl():
     watched, seen = compute_grpo_loss(leaf + 0.1, OLD, ADVANTAGES, ref_logprobs=OLD)
     assert seen["kl"] == metrics["kl"]
     assert torch.equal(watched, compute_grpo_loss(leaf + 0.1, OLD, ADVANTAGES)[0])
+
+
+def test_kl_estimates():
+    "Mean and mean gradient of each, exactly, for a model that chooses one of four."
+    theta = torch.tensor([0.4, 0.1, -0.3, 0.2], dtype=torch.float64, requires_grad=True)
+    reference = torch.tensor([0.0, 0.3, 0.1, -0.2], dtype=torch.float64).log_softmax(0)
+    new = theta.log_softmax(0)
+    probs = new.exp().detach()
+    kl = (new.exp() * (new - reference)).sum()
+    reverse_kl = (reference.exp() * (reference - new)).sum()
+
+    def gradient(number):
+        return torch.autograd.grad(number, theta, retain_graph=True)[0]
+
+    k1, k2, k3 = (kl_estimate(new, reference, name) for name in ("k1", "k2", "k3"))
+    means = [(probs * values).sum() for values in (k1, k2, k3)]
+    assert torch.allclose(means[0], kl) and torch.allclose(means[2], kl) and (k3 >= 0).all()
+    assert 1e-4 < abs(means[1] - kl) < 0.02
+    spreads = [(probs * (values - kl) ** 2).sum().sqrt() for values in (k1, k3)]
+    assert spreads[1] < spreads[0] / 2
+    assert gradient(means[0]).abs().max() < 1e-12
+    assert torch.allclose(gradient(means[1]), gradient(kl))
+    assert torch.allclose(gradient(means[2]), gradient(reverse_kl))
+    assert not torch.allclose(gradient(means[2]), gradient(kl), atol=0.01)
+    corrected = (probs * k3 * (new - new.detach()).exp()).sum()
+    assert torch.allclose(gradient(corrected), gradient(kl))
 
 
 def test_loss_kl_that_is_known():

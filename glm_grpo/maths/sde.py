@@ -30,7 +30,7 @@ def _numbers(sigmas: Sequence[float] | Tensor) -> list[float]:
 def _check_step(sigmas: list[float], index: int, noise_level: float, sde_type: str):
     "ValueError: unknown type, index or noise level out of range."
     if sde_type not in SDE_TYPES:
-        raise ValueError(f"sde_type '{sde_type}': it must be one of {', '.join(SDE_TYPES)}")
+        raise ValueError(f"sde_type '{sde_type}': it must be one of sde, dance, cps")
     if not 0 <= noise_level < math.inf:
         raise ValueError(f"noise_level {noise_level}: it must be 0 or more")
     if sde_type == "cps" and noise_level > 1:
@@ -67,11 +67,6 @@ def step_coefficients(
     return std, 1 - then + kept, kept * (1 - now) - (1 - then) * now
 
 # %% ../../nbs/1_maths/04_sde.ipynb #n025
-def _check_shape(name: str, x: Tensor, like: Tensor):
-    if x.shape != like.shape:
-        raise ValueError(f"{name} of shape {tuple(x.shape)}: it must be {tuple(like.shape)}")
-
-
 def _mean_per_row(x: Tensor) -> Tensor:
     "Mean over all dimensions but the first."
     return x.flatten(1).mean(1)
@@ -103,28 +98,26 @@ def sde_step(
     """One denoising step as a random decision: samples it, or scores a given one.
     log_prob: mean over the latents of the Gaussian log-density, with gradient to the velocity;
     0 where std is 0. See `step_coefficients`. ValueError: shapes, ranges, no source of noise."""
-    _check_shape("sample", sample, velocity)
-    if velocity.dim() < 2:
-        raise ValueError(f"velocity of shape {tuple(velocity.shape)}: it must be a batch [N, ...]")
+    shape = tuple(velocity.shape)
+    if len(shape) < 2:
+        raise ValueError(f"velocity of shape {shape}: it must be a batch [N, ...]")
+    for name, x in {"sample": sample, "prev_sample": prev_sample, "noise": noise}.items():
+        if x is not None and x.shape != shape:
+            raise ValueError(f"{name} of shape {tuple(x.shape)}: it must be {shape}")
     std, c_sample, c_velocity = step_coefficients(sigmas, index, noise_level, sde_type)
-    sample, velocity = sample.float(), velocity.float()
-    mean = (c_sample * sample if std > 0 else sample) + c_velocity * velocity
+    mean = c_sample * sample.float() + c_velocity * velocity.float()
     if prev_sample is not None:
         if noise is not None or generator is not None:
             raise ValueError("prev_sample is given and scored: leave out noise and generator")
-        _check_shape("prev_sample", prev_sample, velocity)
         prev_sample = prev_sample.detach().float()
     elif std == 0:
         prev_sample = mean
     else:
-        if noise is None and generator is None:
-            raise ValueError(
-                "sampling a step needs noise or a generator; the global random state is not used"
-            )
         if noise is None:
+            if generator is None:
+                raise ValueError("sampling a step needs noise or a generator of its own")
             options = {"device": generator.device, "dtype": torch.float32}
-            noise = torch.randn(mean.shape, generator=generator, **options)
-        _check_shape("noise", noise, mean)
+            noise = torch.randn(shape, generator=generator, **options)
         prev_sample = (mean + std * noise.to(mean.device, torch.float32)).detach()
     if std == 0:
         return prev_sample, mean.new_zeros(len(mean)), mean, std
@@ -137,10 +130,11 @@ def decision_steps(
     sde_type: str = "sde",  # "sde", "dance" or "cps"
 ) -> list[int]:
     "The steps that can be decisions: std above 0, and a later step removes the noise."
-    sigmas = _numbers(sigmas)
-    steps = range(len(sigmas) - 1)
-    stds = [step_coefficients(sigmas, index, noise_level, sde_type)[0] for index in steps]
-    return [index for index in steps if stds[index] > 0 and sigmas[index + 1] > 0]
+    sigmas, decisions = _numbers(sigmas), []
+    for index, then in enumerate(sigmas[1:]):
+        if step_coefficients(sigmas, index, noise_level, sde_type)[0] > 0 and then > 0:
+            decisions.append(index)
+    return decisions
 
 # %% ../../nbs/1_maths/04_sde.ipynb #n058
 def ratio_norm(
