@@ -81,8 +81,10 @@ def learn(pipe, half, samples, advantages):
     clip_range = RECIPE.clip_range if half == "ar" else RECIPE.dit_clip_range
     losses, gradients = [], None
     for _ in range(UPDATES):
-        score = plain.score_tokens if half == "ar" else plain.score_denoising
-        new = torch.stack([score(module, sample, RECIPE) for sample in samples])
+        score, scorer = plain.score_denoising, pipe
+        if half == "ar":
+            score, scorer = plain.score_tokens, ar
+        new = torch.stack([score(scorer, sample, RECIPE) for sample in samples])
         limits = clip_range, RECIPE.max_grad_norm
         losses.append(plain.update(optimizer, new, old, advantages, *limits)["loss"])
         gradients = gradients or {name: w.grad.clone() for name, w in trained(module).items()}
