@@ -11,7 +11,7 @@ copyright = "2026, the glm_grpo contributors"  # noqa: A001
 html_title = "glm_grpo"
 root_doc = "contents"
 extensions = ["myst_nb", "sphinx.ext.githubpages"]
-exclude_patterns = ["**/.ipynb_checkpoints"]
+exclude_patterns = ["**/.ipynb_checkpoints", "*/README.md"]
 
 nb_execution_mode = "off"  # the committed outputs are shown
 nb_merge_streams = True
