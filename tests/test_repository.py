@@ -85,6 +85,12 @@ def test_notebooks_are_clean(made_again):
     assert unclean == [], "run nbdev_clean"
 
 
+def test_each_notebook_has_its_place_in_the_contents():
+    text = (NBS / "contents.md").read_text(encoding="utf-8")
+    entries = re.findall(r"(?m)^(?:.* <)?([\w/]+)>?$", "".join(re.findall(r"\n\n([^`]*)```", text)))
+    assert sorted(entries) == sorted(name_of(n).removesuffix(".ipynb") for n in NOTEBOOKS)
+
+
 def test_readme_is_made_from_index():
     subprocess.run([sys.executable, ROOT / "tools/make_readme.py", "--check"], check=True)
 

@@ -1,9 +1,9 @@
 """Make README.md from nbs/index.ipynb:  python tools/make_readme.py [--check]
 
 `nbdev_readme` needs Quarto; this joins the notebook's Markdown cells. Links in the notebook are
-relative to nbs/, in the README to the root. A table of the notebooks of a floor, with their claims,
-stands where the index says <!-- notebooks of 1_maths -->. With --check nothing is written; the exit
-status is 1 if something would change.
+relative to nbs/, in the README to the root. A table of the notebooks of a shelf of nbs/contents.md,
+with their claims, stands where the index says <!-- shelf: Look up -->. With --check nothing is
+written; the exit status is 1 if something would change.
 """
 
 import json
@@ -30,19 +30,32 @@ def markdown_cells(path: Path) -> list[str]:
     return ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown"]
 
 
-def table(floor: str) -> str:  # 1_maths
-    "The notebooks of a floor, each with the claim of its first cell."
-    rows = ["| notebook | what it shows |", "|---|---|"]
-    for path in sorted((ROOT / "nbs" / floor).glob("*.ipynb")):
-        claim = re.search(r"(?m)^> (.*)$", markdown_cells(path)[0])[1]
-        rows.append(f"| [{path.stem}]({floor}/{path.name}) | {claim} |")
-    return "\n".join(rows)
+def claim_of(name: str) -> str:  # 1_maths/03_loss
+    "The line of a notebook's first cell that begins with `>`."
+    return re.search(r"(?m)^> (.*)$", markdown_cells(ROOT / f"nbs/{name}.ipynb")[0])[1]
+
+
+def shelf(caption: str) -> str:  # Look up
+    "The notebooks under a caption of nbs/contents.md: questions with answers, or claims."
+    contents = (ROOT / "nbs/contents.md").read_text(encoding="utf-8")
+    entries = re.search(rf":caption: {caption}\n:titlesonly:\n\n([^`]*)", contents)[1]
+    rows, head = [], "| notebook | what it shows |"
+    for entry in entries.splitlines():
+        question, name = re.fullmatch(r"(?:(.*) <)?(.*?)>?", entry).groups()
+        link = f"[{name}]({name}.ipynb)"
+        if question:
+            head = "| question | notebook |"
+        if name != "index":
+            rows.append(
+                f"| {question} | {link} |" if question else f"| {link} | {claim_of(name)} |"
+            )
+    return "\n".join([head, "|---|---|", *rows])
 
 
 def make() -> str:
     "The README."
     text = "\n\n".join(markdown_cells(ROOT / "nbs/index.ipynb"))
-    text = re.sub(r"<!-- notebooks of (\w+) -->", lambda m: table(m[1]), text)
+    text = re.sub(r"<!-- shelf: (.+?) -->", lambda m: shelf(m[1]), text)
     for link in (r"(\]\()([^)\s]+)", r'((?:src|href)=")([^"]+)'):
         text = re.sub(link, lambda m: m[1] + from_root(m[2]), text)
     return NOTE + re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"

@@ -4,7 +4,7 @@ on two cores. With --signs it makes data/tiny-glm-image-signs from it, for train
     python tools/make_tiny_model.py --out /tmp/tiny
     python tools/make_tiny_model.py --signs --out /tmp/signs
 
-`nbs/3_model/23_tiny_model` tells why each stage is there. The committed weights were made with
+`data/tiny-glm-image/README.md` tells why each stage is there. The committed weights were made with
 these stages, but in several sittings with other numbers of steps, which their training.json has.
 """
 

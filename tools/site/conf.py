@@ -11,7 +11,7 @@ copyright = "2026, the glm_grpo contributors"  # noqa: A001
 html_title = "glm_grpo"
 root_doc = "contents"
 extensions = ["myst_nb", "sphinx.ext.githubpages"]
-exclude_patterns = ["**/.ipynb_checkpoints"]
+exclude_patterns = ["**/.ipynb_checkpoints", "*/README.md"]
 
 nb_execution_mode = "off"  # the committed outputs are shown
 nb_merge_streams = True
@@ -29,15 +29,30 @@ pygments_style = "friendly"
 pygments_dark_style = "github-dark"
 
 
+def only_plots(code: str) -> bool:
+    "Whether a cell draws, and at least half of its lines are about that."
+    lines = [line for line in code.splitlines() if line.strip()]
+    about = r"\b(plt|ShownFigure|fig|figure|ax|axis|axes|grid)\b"
+    draws = re.search(r"\bplt\.|\bShownFigure\(", code)
+    return bool(draws) and 2 * sum(bool(re.search(about, line)) for line in lines) >= len(lines)
+
+
 def without_directives(app, name, source) -> None:
-    "A notebook without hidden cells and nbdev's directives; nbdev_clean drops its language."
+    """A notebook without hidden cells and nbdev's directives, with the code of plots folded and a
+    link to the file; nbdev_clean drops its language."""
     if not source[0].startswith("{"):
         return
     book = json.loads(source[0])
     cells = [c for c in book["cells"] if not re.match(r"#\|\s*hide\b", "".join(c["source"]))]
     for cell in cells:
+        code = "".join(cell["source"])
         if cell["cell_type"] == "code":
-            cell["source"] = re.sub(r"(?m)^#\|.*\n?", "", "".join(cell["source"]))
+            if not re.match(r"#\|\s*export", code) and only_plots(code):
+                cell["metadata"].setdefault("tags", []).append("hide-input")
+            cell["source"] = re.sub(r"(?m)^#\|.*\n?", "", code)
+    file = f"{name.rpartition('/')[2]}.ipynb"
+    link = f"\n\nThis page is the notebook {{download}}`nbs/{name}.ipynb <{file}>`."
+    cells[0]["source"] = "".join(cells[0]["source"]) + link
     book["cells"] = [c for c in cells if "".join(c["source"]).strip()]
     book["metadata"]["language_info"] = {"name": "python", "pygments_lexer": "ipython3"}
     source[0] = json.dumps(book)
