@@ -171,7 +171,7 @@ def make_image(
 
 # %% ../nbs/01_the_plain_way.ipynb #p23
 def compute_advantages(
-    rewards: Tensor,  # [B*G], the samples of a group next to each other
+    rewards: Tensor,  # [B*G], the samples of a group side by side
     group_size: int,  # G
 ) -> Tensor:  # [B*G]
     "Distance from the group's mean, in standard deviations. A group of equal rewards gets zero."

@@ -76,7 +76,7 @@ def counting_reward(statement, imports=""):
 
 
 def files(top):
-    "All files, without Python's own beside a user's reward.py."
+    "All files, without Python's own next to a user's reward.py."
     found = [path for path in top.rglob("*") if path.is_file()]
     return sorted(path for path in found if path.parent.name != "__pycache__")
 

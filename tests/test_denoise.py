@@ -116,7 +116,7 @@ def test_pixels_are_clamped(pipe):
 
 
 def test_an_adapter_goes_around(tmp_path):
-    "Saved options are those of the adapter, for names with a dot, too; no global number is used."
+    "Saved options are those of the adapter, also for names with a dot; no global number is used."
     state = torch.get_rng_state()
     names = ("to_out.0", "linear_1")
     options = adapters.LoraOptions(rank=3, alpha=5.0, dit_target_modules=names)

@@ -23,7 +23,7 @@ def verdict(check, *arguments):
 
 
 def test_on_a_cpu_what_needs_a_gpu_is_skipped(monkeypatch, capsys):
-    monkeypatch.setattr(tool, "LENGTH", 192)  # 64 modulo 128, too
+    monkeypatch.setattr(tool, "LENGTH", 192)  # 64 modulo 128 as well
     assert tool.main(["--device", "cpu"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("torch ") and lines[-1] == "10 passed, 0 failed, 12 skipped"

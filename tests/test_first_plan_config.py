@@ -47,7 +47,7 @@ BLOCKS = {
         "data: {prompts_file: data/t2i/prompts.txt, target_images_dir: data/t2i/target_images}",
         {
             "data.prompts_file": "data/t2i/train/prompts.txt",
-            "data.target_images_dir": None,  # beside the prompts
+            "data.target_images_dir": None,  # next to the prompts
         },
         ["data.prompts_file data/t2i/train/prompts.txt", "data/t2i/target_images: taken as"],
     ),

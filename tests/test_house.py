@@ -187,7 +187,7 @@ def patched_class(function):
 
 
 def shadowed(tree):
-    "Names of methods added by `@patch_to` that the module imports or defines under that name, too."
+    "Names of methods added by `@patch_to` that the module also imports or defines."
     taken, methods = set(), []
     for node in tree.body:
         if isinstance(node, (ast.Import, ast.ImportFrom)):

@@ -70,7 +70,7 @@ def test_wheel_trains_in_an_empty_folder(wheel, tmp_path):
 
 
 def test_checkout_uses_its_own_data(tmp_path, monkeypatch):
-    "An editable install, too: nothing is copied into the package."
+    "An editable install as well: nothing is copied into the package."
     from glm_grpo.data.basics import bundled
 
     monkeypatch.chdir(tmp_path)

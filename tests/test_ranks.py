@@ -232,8 +232,8 @@ def numbers_of(result):
 
 
 def test_two_ranks_measure_what_one_process_measures(tmp_path):
-    """Bit for bit. Images are denoised one by one, because on a CPU, too, the last bit of an image
-    depends on how many are computed together."""
+    """Bit for bit. Images are denoised one by one, because the last bit of an image depends on
+    how many are computed together, on a CPU as well."""
     (tmp_path / "prompts.txt").write_text("a cat\n")
     (tmp_path / "heldout.txt").write_text("\n".join(HELD_OUT) + "\n")
     (tmp_path / "green.py").write_text(GREEN)

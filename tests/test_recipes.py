@@ -61,7 +61,7 @@ def test_the_readme_names_the_assumptions():
 
 
 def test_a_matched_image_is_learnt_without_guidance(published):
-    "As many decisions, each of one pass in place of two; sampling takes the same time."
+    "As many decisions, each of one pass instead of two; sampling takes the same time."
     words = ["--config", str(ROOT / "configs/real_dit_80gb.yaml"), "--rollout.window", "null"]
     noisy = parse_args([*words, "--rollout.guidance_scale", "1.5"])
     decisions = noisy.rollout.num_inference_steps - 1

@@ -1,4 +1,4 @@
-"""When the alarm is silent and when it rings: the cases beside the story of nbs/6_run/06_alarms."""
+"""When the alarm is silent and when it rings: cases beyond those of nbs/6_run/06_alarms."""
 
 import numpy as np
 import pytest

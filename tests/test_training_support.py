@@ -83,7 +83,7 @@ def test_trackers_get_images_if_they_can_show_them(tmp_path):
 
 
 def test_a_full_disk_while_tensorboard_writes_is_one_error(tmp_path, monkeypatch):
-    "TensorBoard's thread raises it, too, and its traceback would be printed."
+    "TensorBoard's thread raises it as well, and its traceback would be printed."
     printed = mock.Mock()
     monkeypatch.setattr(threading, "excepthook", printed)
 

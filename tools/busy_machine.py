@@ -1,4 +1,4 @@
-"""Seconds per training step on an idle machine, and beside a program that keeps one core busy.
+"""Seconds per training step on an idle machine, and next to a program that keeps one core busy.
 
     python tools/busy_machine.py [--before FOLDER] [--steps N] [--runs N]
 

@@ -256,7 +256,7 @@ class SampleNames:
         grids: int,  # of each preview
         images: int,  # of each large grid
     ) -> "SampleNames":
-        "For each request previews x grids x images rows, next to each other."
+        "For each request previews x grids x images rows, side by side."
         found = cls.number(
             seed, step, [r for r in requests for _ in range(previews * grids * images)], images
         )

@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def equal_groups(
-    rewards: Tensor,  # [B*G] float, the samples of a group beside each other
+    rewards: Tensor,  # [B*G] float, the samples of a group side by side
     group_size: int,  # G
 ) -> Tensor:  # [B] bool
     "Which groups have rewards that are all equal, and so no training signal."
@@ -42,7 +42,7 @@ def _check_rewards(rewards: Tensor, group_size: int, scale: str):
 
 
 def compute_advantages(
-    rewards: Tensor,  # [B*G] float, finite; the G samples of a prompt beside each other
+    rewards: Tensor,  # [B*G] float, finite; the G samples of a prompt side by side
     group_size: int,  # G, at least 2
     # what the distance from the group's mean is divided by:
     # "group", "batch" (their standard deviation), or "none"; "exponential": FlowAWR's advantages
@@ -88,7 +88,7 @@ def _part_advantages(
 
 
 def gdpo_advantages(
-    parts: dict[str, Tensor],  # name -> [B*G] rewards, a group's samples beside each other
+    parts: dict[str, Tensor],  # name -> [B*G] rewards, a group's samples side by side
     weights: dict[str, float],  # name -> weight of the part
     group_size: int,  # G
     eps: float = 1e-6,  # added to both standard deviations

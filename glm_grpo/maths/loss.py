@@ -214,7 +214,7 @@ def compute_grpo_loss(  # noqa: PLR0913 (the public interface)
     max_length: int | None = None,  # dr_grpo: the longest possible number of decisions; None: T
     beta: float = 0.0,  # weight of the KL to the reference policy
     ref_logprobs: Tensor | None = None,  # the same shape: of the reference policy
-    # the same shape, with gradient: the exact KL of each decision, in place of ref_logprobs
+    # the same shape, with gradient: the exact KL of each decision, instead of ref_logprobs
     kl: Tensor | None = None,
     kl_estimator: str = "k3",  # "k1", "k2" or "k3", see `kl_estimate`
     bias_correction_kl: bool = False,  # multiply the estimated KL by the ratio

@@ -28,7 +28,7 @@ from .tokens import upsample_tokens
 # %% ../../nbs/3_model/11_denoise.ipynb #n008
 @dataclass
 class Conditions:
-    "The DiT's inputs besides latents and time, for N rows with S glyph tokens each."
+    "The DiT's inputs other than latents and time, for N rows with S glyph tokens each."
 
     token_ids: Tensor  # [N, patches] int64, ids of the large grid, repeated 2 x 2
     glyphs: Tensor  # [N, S, D]

@@ -276,7 +276,7 @@ def shard_halves(
         frozen = set(frozen_weights(part))
         fsdp.fully_shard(part, mesh=mesh, mp_policy=precision, ignored_params=frozen)
         part.set_gradient_divide_factor(1.0)  # summed, not averaged,
-        part.set_force_sum_reduction_for_comms(True)  # by the one operation that gloo has, too
+        part.set_force_sum_reduction_for_comms(True)  # by the one operation that gloo has as well
     if hasattr(fsdp, "share_comm_ctx"):  # not in PyTorch 2.8
         fsdp.share_comm_ctx(of_dit)
     return parts

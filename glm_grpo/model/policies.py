@@ -24,7 +24,7 @@ from .tokens import PromptInputs
 # %% ../../nbs/3_model/17_policies.ipynb #n006
 @dataclass(frozen=True)
 class TokenDecisions:
-    "The inputs of scoring the tokens of N rows, besides the token ids."
+    "The inputs of scoring the tokens of N rows, other than the token ids."
 
     prompt_inputs: PromptInputs  # of P different prompts
     prompt_index: Tensor = per_row()  # [N] int64: the prompt of each row

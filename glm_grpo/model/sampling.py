@@ -277,7 +277,7 @@ class Decisions:
     ):
         self.loop, self.temperature, self.top_p = loop, temperature, top_p
         device, shape = loop.hidden.device, uniforms.shape
-        # far enough below 1 that u times the sum stays below the sum in float32, too
+        # far enough below 1 that u times the sum stays below the sum in float32 as well
         self.uniforms = uniforms.to(device).clamp(max=1 - 2**-23)
         self.token_ids = torch.empty(shape, dtype=torch.long, device=device)
         self.logprobs = torch.empty(shape, device=device)  # under this loop

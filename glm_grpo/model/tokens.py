@@ -170,7 +170,7 @@ def _check_prompts(prompts, processor, config):
 
 
 def _check_size(height, width):
-    "The smallest unit of GLM-Image is one token: 32 x 32 pixels. The preview needs one, too."
+    "The smallest unit of GLM-Image is one token: 32 x 32 pixels. The preview needs one as well."
     for name, n in (("height", height), ("width", width)):
         if n < 32 or n % 32:
             raise UserError(f"{name} is {n} pixels: take a multiple of 32")

@@ -111,7 +111,7 @@ class GLMImageWrapper:
         width: int | None = None,
         seed: int | str | None = None,  # None: the wrapper's
         names: SampleNames | None = None,  # of the noise of each row; None: derived from the seed
-        # rows scored at a time; with the trainer's micro-batch ratios are exactly 1 in bf16, too
+        # rows scored at a time; with the trainer's micro-batch ratios are exactly 1 in bf16 as well
         score_batch_size: int | None = None,
         decode: bool = True,  # False: no images
         score: bool = True,  # False: no log-probs of the tokens, which an evaluation does not use

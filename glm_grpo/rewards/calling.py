@@ -127,7 +127,7 @@ def settings_kept(
             torch.set_num_threads(threads)
     if changed:
         raise RewardError(
-            f"The reward {name} (or one that ran beside it) called torch.set_default_dtype, which "
+            f"The reward {name} (or one that ran with it) called torch.set_default_dtype, which "
             "changes the whole program. Convert only the reward's own tensors."
         )
 
@@ -173,7 +173,7 @@ def call_reward(
     moved = random_states() != before
     if moved and not hasattr(reward, "parts"):  # the parts of a sum are called and checked alone
         warnings.warn(
-            f"The reward {name} (or one that ran beside it) uses global random numbers of torch, "
+            f"The reward {name} (or one that ran with it) uses global random numbers of torch, "
             "random or numpy. A resumed run would get other rewards than an uninterrupted one. "
             "Draw from a generator of its own, such as torch.Generator().manual_seed(0).",
             stacklevel=2,

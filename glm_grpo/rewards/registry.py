@@ -45,7 +45,7 @@ def named_functions(
 
 # %% ../../nbs/4_rewards/20_registry.ipynb #r750c92
 def _import(place: str) -> ModuleType:  # file.py or package.module
-    "While it is loaded, the modules beside it come before others, as with `python my.py`."
+    "While it is loaded, the modules next to it come before others, as with `python my.py`."
     is_file = place.endswith(".py")
     folder = str(Path(place).resolve().parent) if is_file else os.getcwd()
     sys.path.insert(0, folder)

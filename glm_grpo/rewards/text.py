@@ -201,7 +201,7 @@ class TextAccuracy:
 
 
 class ExactText(TextAccuracy):
-    "The same with the share of whole words, in place of letters."
+    "The same with the share of whole words, instead of letters."
 
     name, exact = "text_exact", True
 

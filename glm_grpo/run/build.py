@@ -49,7 +49,7 @@ def open_dataset(
     config: Config,
     kind: str = "",  # or "eval_", of the options
 ) -> T2IDataset:  # an I2IDataset in mode i2i
-    """The dataset of a prompt file. Folders target_images and source_images beside it are written
+    """The dataset of a prompt file. Folders target_images and source_images next to it are written
     into the options that name none."""
     data = config.data
     i2i = config.training.mode == "i2i"
@@ -109,7 +109,7 @@ def describe_data(config: Config, training: T2IDataset, heldout: T2IDataset) -> 
     if data.eval_prompts_file is None:
         return f"{line}of the same file (seed {SPLIT_SEED})"
     twice = len({*training.keys()} & {*heldout.keys()})
-    too = f", of which {twice} are training prompts, too" if twice else ""
+    too = f", of which {twice} are training prompts as well" if twice else ""
     return line + named(data.eval_prompts_file, heldout) + too
 
 # %% ../../nbs/6_run/13_build.ipynb #n012

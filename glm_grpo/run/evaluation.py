@@ -161,7 +161,7 @@ def evaluate(
     reward_function: Callable | dict[str, Callable],  # of a dict, the sum is measured
     *,
     seeds: Sequence[int | str] = (0,),  # S: each prompt is sampled once with each
-    metrics: dict[str, Callable] | None = None,  # measured besides the rewards
+    metrics: dict[str, Callable] | None = None,  # measured in addition to the rewards
     bar: str | None = None,  # name of a progress bar; None: no bar
     ranks: Ranks | None = None,  # they share the prompts; None: one process
     **options,  # of generate_with_tracking: height, width, num_inference_steps, temperature...
@@ -239,7 +239,7 @@ def evaluate_config(
     dataset: T2IDataset,  # held-out prompts
     reward: Callable | dict[str, Callable],
     name: str | None,  # of the progress bar; None: no bar
-    others: tuple[dict, dict],  # result of `other_metrics`: measured besides
+    others: tuple[dict, dict],  # result of `other_metrics`: also measured
     ranks: Ranks | None = None,  # they share the prompts; None: one process
 ) -> dict:  # result of `evaluate`
     "Evaluate the first eval_prompts prompts with eval_samples seeds. Every rank calls it."
@@ -332,7 +332,7 @@ usage: python -m glm_grpo.evaluate [--checkpoint FOLDER] [--section.option VALUE
     run's folder, else outputs/eval
 --trust_run_code: run reward functions that only the run's own config.yaml names; see SECURITY.md
 
-All options of python -m glm_grpo.train are options of this program, too: for example
+All options of python -m glm_grpo.train are options of this program as well: for example
 --training.eval_samples 8 or --data.eval_prompts_file FILE. It measures every metric that can judge
 the data, trained or not. Metrics that need weights take them from reward.models. On several GPUs:
 accelerate launch --num_processes 8 -m glm_grpo.evaluate ...; they share the prompts.

@@ -237,7 +237,7 @@ def start_tracker(
 
 class TrackerLogger(Callback):
     """Every few steps a grid of images sorted by reward, in output_dir/samples, and metrics as
-    train/reward_mean, train/kl... Both go to accelerate's trackers, too; TensorBoard's files are in
+    train/reward_mean, train/kl... Both also go to accelerate's trackers; TensorBoard's files are in
     output_dir/logs."""
 
     def __init__(

@@ -43,7 +43,7 @@ def make_note(trainer: "MinimalGRPOTrainer") -> dict:  # noqa: F821
     options = {}
     for f in fields(TrainerOptions):
         value = getattr(trainer.options, f.name)
-        if is_dataclass(f.type):  # a section; the object may have other options, too
+        if is_dataclass(f.type):  # a section; the object may have other options as well
             options |= {inner.name: getattr(value, inner.name) for inner in fields(f.type)}
         else:
             options[f.name] = value

@@ -27,7 +27,7 @@ from .ranks import Ranks
 
 
 def repeat_rows(items: list | None, times: int) -> list | None:
-    "Each item `times` times, next to each other."
+    "Each item `times` times, side by side."
     if items is None:
         return None
     return [item for item in items for _ in range(times)]
@@ -140,7 +140,7 @@ class Collector:
         on_images: Callable | None = None,  # see `generate_with_tracking`
         score: bool = True,  # False: no old log-probs of the tokens
     ) -> Rollout:
-        "Sample a group for each prompt, next to each other. Kept in `last_rollout`."
+        "Sample a group for each prompt, side by side. Kept in `last_rollout`."
         options = self.options
         self.last_rollout = self.model.generate_with_tracking(
             repeat_rows(prompts, self.images_per_prompt),
@@ -236,7 +236,7 @@ PUBLISHED_IMAGES = {
 
 def complete_trainer_options(
     model: Any,  # perhaps with `image_defaults`
-    options: TrainerOptions | None,  # in place of what is given
+    options: TrainerOptions | None,  # instead of what is given
     given: dict,  # arguments of the trainer, by the names of the options; None: left out
     changes: dict,  # any options, by their names
 ) -> TrainerOptions:

@@ -39,7 +39,7 @@ class ShownFigure(Figure):
 
 def image_grid(
     blocks: Sequence[Block],
-    columns: int = 1,  # blocks beside each other
+    columns: int = 1,  # blocks side by side
     title: str = "",
 ) -> ShownFigure:
     "Blocks of images, each under its prompt."

@@ -32,7 +32,7 @@ class Work:
     component: str = "ar"
     scale: str = "group"
     mini_batches: int = 1
-    full: bool = False  # all weights, spread over the ranks, in place of LoRA
+    full: bool = False  # all weights, spread over the ranks, instead of LoRA
     matching: bool = False  # the DiT learns from finished images, and no step adds noise
     fails: int | None = None  # the rank whose reward fails
     sources: bool = False  # each prompt edits an image; this takes fewer tokens

@@ -228,7 +228,7 @@ LOOKS = {name: name for name in ("bincount", "equal", "masked_select", "nonzero"
 LOOKS |= dict.fromkeys(("unique_consecutive", "unique_dim", "_unique2"), "unique")
 LOOKS["_local_scalar_dense"] = "item"
 INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_"}
-# CUDA takes a single number from the host here, beside the elementwise operations
+# CUDA takes a single number from the host here, next to the elementwise operations
 TAKE_HOST_NUMBERS = {"fill_", "masked_fill", "masked_fill_", "index_fill", "index_fill_", "where"}
 
 
