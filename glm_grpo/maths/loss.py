@@ -35,12 +35,10 @@ def ppo_loss(
 ) -> tuple[Tensor, Tensor]:  # loss [N, T] or [N, 1]; clipped decisions, bool of the same shape
     "The clipped surrogate of each decision. PPO 1707.06347 eq. 7."
     ratio = torch.exp(log_ratio)
-    unclipped = ratio if clip.delta is None else ratio.clamp(max=clip.delta)
-    bounded = ratio.clamp(1 - clip.low, 1 + clip.above)
-    loss = -torch.min(unclipped * advantages, bounded * advantages)
-    too_low = (ratio < 1 - clip.low) & (advantages < 0)
-    too_high = (ratio > 1 + clip.above) & (advantages > 0)
-    return loss, too_low | too_high
+    plain = ratio * advantages
+    bounded = ratio.clamp(1 - clip.low, 1 + clip.above) * advantages
+    unclipped = plain if clip.delta is None else ratio.clamp(max=clip.delta) * advantages
+    return -torch.min(unclipped, bounded), bounded < plain
 
 
 def cispo_loss(log_ratio, new_logprobs, advantages, clip) -> tuple[Tensor, Tensor]:
@@ -106,23 +104,19 @@ def reduce_decisions(
     mask: Tensor,  # [N, T], 1 for a decision that counts, else 0
     mean_over: str = "samples",  # "samples", "decisions" or "lengths"
     max_length: int | None = None,  # lengths: the longest possible number of decisions; None: T
-    # decisions: those of the whole batch of an optimizer step; None: of this one
-    num_decisions: float | None = None,
-    # samples, lengths: samples of the whole batch of an optimizer step; None: N
-    num_samples: float | None = None,
+    num_decisions: float | None = None,  # decisions: those of the whole batch; None: of this one
+    num_samples: float | None = None,  # samples, lengths: those of the whole batch; None: N
 ) -> Tensor:  # scalar
     """From decisions to one number. With the whole batch's counts, the micro-batches' numbers
     (and gradients) add up to the whole batch's."""
-    total = (values * mask).sum()
+    values = values * mask
     if mean_over == "decisions":
-        if num_decisions is not None:
-            return total / max(num_decisions, 1)
-        return total / mask.sum().clamp(min=1)
+        count = mask.sum().clamp(min=1) if num_decisions is None else max(num_decisions, 1)
+        return values.sum() / count
     samples = len(values) if num_samples is None else num_samples
     if mean_over == "lengths":
-        return total / (samples * (max_length or mask.shape[1]))
-    mean_of_sample = (values * mask).sum(1) / mask.sum(1).clamp(min=1)
-    return mean_of_sample.sum() / samples
+        return values.sum() / (samples * (max_length or mask.shape[1]))
+    return (values.sum(1) / mask.sum(1).clamp(min=1)).sum() / samples
 
 # %% ../../nbs/1_maths/03_loss.ipynb #n034
 def kl_estimate(
@@ -150,13 +144,9 @@ def _check_inputs(new_logprobs, advantages, others, loss_type, level):
     shape, got = tuple(new_logprobs.shape), tuple(advantages.shape)
     for name, values in others.items():
         if values is not None and tuple(values.shape) != shape:
-            raise ValueError(
-                f"{name} {tuple(values.shape)} and new_logprobs {shape} must have one shape"
-            )
+            raise ValueError(f"{name} {tuple(values.shape)}: want that of new_logprobs, {shape}")
     if len(shape) not in (1, 2) or got not in (shape[:1], shape):
-        raise ValueError(
-            f"want new_logprobs [N] or [N, T] and advantages [N] or [N, T], got {shape} and {got}"
-        )
+        raise ValueError(f"want new_logprobs and advantages [N] or [N, T], got {shape} and {got}")
     if level == "sequence" and len(got) == 2 and got[1] > 1:
         raise ValueError(
             f"advantages {got}: importance_sampling_level sequence has one ratio per sample, "
@@ -189,14 +179,12 @@ def _decision_kl(
     return estimate * log_ratio.exp() if bias_correction else estimate
 
 # %% ../../nbs/1_maths/03_loss.ipynb #n048
-def _mean_and_std(values: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor]:
-    "Weighted mean and standard deviation (no Bessel); without weights all values count equally."
-
-    def mean(x):
-        return x.mean() if weights is None else (x * weights).sum() / weights.sum().clamp(min=1)
-
-    average = mean(values)
-    return average, mean((values - average) ** 2).sqrt()
+def _mean_and_std(values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    "Of the decisions that count, or of the samples where there is one value each. No Bessel."
+    weights = mask if values.shape == mask.shape else torch.ones_like(values)
+    count = weights.sum().clamp(min=1)
+    mean = (values * weights).sum() / count
+    return mean, (((values - mean) ** 2 * weights).sum() / count).sqrt()
 
 
 _METRICS = "loss ratio_mean ratio_std clip_fraction advantages_mean advantages_std kl".split()
@@ -204,13 +192,10 @@ _METRICS = "loss ratio_mean ratio_std clip_fraction advantages_mean advantages_s
 
 def _loss_metrics(loss, log_ratio, is_clipped, advantages, kl, mask) -> Tensor:
     "Scalars for the log, as `_METRICS` names them. Advantages: [N], or [N, T]."
-    ratio = log_ratio.exp()
-    ratio_weights = mask if ratio.shape == mask.shape else torch.ones_like(ratio)
-    ratio_stats = _mean_and_std(ratio, ratio_weights)
-    clip_fraction, _ = _mean_and_std(is_clipped.to(mask.dtype), ratio_weights)
-    advantage_stats = _mean_and_std(advantages, mask if advantages.dim() == 2 else None)
-    kl_mean, _ = _mean_and_std(kl, mask)
-    return torch.stack([loss, *ratio_stats, clip_fraction, *advantage_stats, kl_mean])
+    ratio_stats = _mean_and_std(log_ratio.exp(), mask)
+    clip_fraction, _ = _mean_and_std(is_clipped.to(mask.dtype), mask)
+    kl, _ = _mean_and_std(kl, mask)
+    return torch.stack([loss, *ratio_stats, clip_fraction, *_mean_and_std(advantages, mask), kl])
 
 # %% ../../nbs/1_maths/03_loss.ipynb #n051
 def compute_grpo_loss(  # noqa: PLR0913 (the public interface)
@@ -285,12 +270,11 @@ def combine_metrics(
 
     whole = {name: mean(name) for name in parts[0]}
     whole["loss"] = sum(part["loss"] for part in parts)
-    for name in ("ratio", "advantages"):
-        if f"{name}_std" not in whole:  # a loss of one's own may leave it out
-            continue
-        variance = 0
-        for share, part in zip(shares, parts):
-            distance = part[f"{name}_mean"] - whole[f"{name}_mean"]
-            variance = variance + share * (part[f"{name}_std"] ** 2 + distance**2)
-        whole[f"{name}_std"] = variance**0.5
+    for std, center in ("ratio_std", "ratio_mean"), ("advantages_std", "advantages_mean"):
+        if std in whole:  # a loss of one's own may leave it out
+            variance = sum(
+                share * (part[std] ** 2 + (part[center] - whole[center]) ** 2)
+                for share, part in zip(shares, parts)
+            )
+            whole[std] = variance**0.5
     return whole
