@@ -290,6 +290,12 @@ def test_with_nft_the_slow_copy_samples_and_the_contrast_grows(model):
     assert torch.equal(old, samples.rollout.denoising.old_velocities[:2])
 
 
+def test_the_slow_copy_is_the_policy_while_its_schedule_is_flat(model):
+    trainer, _ = train(model, green, 4, **NFT | {"slow_copy_flat": 1})
+    contrasts = [line["contrast"] for line in trainer.history]
+    assert contrasts[:3] == [0, 0, 0] and contrasts[3] > 0
+
+
 def test_advantages_are_clipped():
     scores = Scores(torch.tensor([0.0, 0.0, 0.0, 1.0]))
     options = TrainerOptions().with_changes(advantage_clip=1.0)

@@ -119,7 +119,7 @@ def test_each_option_has_a_row():
     for f in fields(TrainerOptions):
         names |= {inner.name for inner in fields(f.type)} if is_dataclass(f.type) else {f.name}
     # they act from the second update or step on: tests/test_matching.py
-    elsewhere = {"dit_pull", "dit_pull_slow", "slow_copy_growth", "nft_mix"}
+    elsewhere = {"dit_pull", "dit_pull_slow", "slow_copy_growth", "slow_copy_flat", "nft_mix"}
     assert names == set(TOY) | set(REAL) | elsewhere
 
 

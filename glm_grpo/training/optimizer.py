@@ -197,7 +197,8 @@ def averaged(self) -> contextlib.AbstractContextManager:
 def update_slow_copy(self) -> None:
     "Move the slow copy towards the denoising policy, once for each rollout. AWM, 2509.25050."
     if self.slow:
-        grown = self.options.slow_copy_growth * self.slow.optimization_step
+        rollouts = max(0, self.slow.optimization_step - self.options.slow_copy_flat)
+        grown = self.options.slow_copy_growth * rollouts
         # EMAModel's decay is at least min_decay; its first one is 0
         self.slow.decay = self.slow.min_decay = min(self.options.slow_copy_decay, grown)
         self.slow.step(self.stepped_of("dit"))

@@ -67,6 +67,11 @@ class OptimizerOptions:
     slow_copy_growth: float = option(
         1e-3, "how much the decay of the slow copy grows after each rollout, from 0", above(0)
     )
+    slow_copy_flat: int = option(
+        0,
+        "rollouts before this decay begins to grow; until then the copy is the policy",
+        at_least(0),
+    )
 
     def learning_rate_of(self, policy: str) -> float:
         "The first learning rate of a policy."
