@@ -282,3 +282,19 @@ def test_gradients_are_those_of_the_naive_way(ar, inputs, sampled, K):
     for chunk in (7, 128):
         logprobs = score_tokens(ar, inputs, INDEX, token_ids, temperature, kept, chunk=chunk)
         assert torch.allclose(gradient(logprobs), expected, rtol=1e-3, atol=1e-5)
+
+
+@torch.no_grad()
+def test_entropies_and_logprobs_are_those_within_the_kept_sets(ar, inputs, sampled, K):
+    temperature, _, token_ids, kept = sampled
+    given = ar, inputs, INDEX, token_ids, temperature
+    logits = full_logits(ar, inputs, INDEX, token_ids, K) / temperature
+    if kept is not None:
+        logits = logits.masked_fill(~unpack_kept(kept, K), -1e9)
+        of_others = kept.roll(1, 0)
+        outside = ~unpack_kept(of_others, K).gather(2, token_ids[..., None])[..., 0]
+        assert outside.any() and not outside.all()
+        assert torch.equal(score_tokens(*given, of_others) == -torch.inf, outside)
+    logprobs = logits.log_softmax(-1)
+    expected = -(logprobs.exp() * logprobs).sum(-1)
+    assert torch.allclose(score_tokens(*given, kept, entropies=True), expected, atol=1e-4)

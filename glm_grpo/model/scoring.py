@@ -16,14 +16,20 @@ from .tokens import PromptInputs, language_model_parts
 from .tokens import masked_attention, trim, visibility
 
 # %% ../../nbs/3_model/07_scoring.ipynb #c011
+def _sampled_logits(outputs, kept, K, temperature) -> Tensor:
+    "Logits of the distributions that tokens are sampled from."
+    logits = outputs[..., :K].float() / temperature
+    if kept is not None:
+        logits.masked_fill_(~unpack_kept(kept, K), -torch.inf)
+    return logits
+
+
 class _TokenLogprobs(torch.autograd.Function):
     "Log-probs of `ids` from the head's outputs, and their gradient: (1 at the token - p) / tau."
 
     @staticmethod
     def forward(ctx, outputs, ids, kept, K, temperature):
-        logits = outputs[..., :K].float() / temperature
-        if kept is not None:
-            logits.masked_fill_(~unpack_kept(kept, K), -torch.inf)
+        logits = _sampled_logits(outputs, kept, K, temperature)
         log_total = logits.logsumexp(-1, keepdim=True)
         ctx.save_for_backward(logits, log_total, ids)
         ctx.temperature, ctx.dtype = temperature, outputs.dtype
@@ -35,19 +41,10 @@ class _TokenLogprobs(torch.autograd.Function):
     def backward(ctx, grad):
         logits, log_total, ids = ctx.saved_tensors
         grad = grad[..., None] / ctx.temperature
-        probabilities = (logits - log_total).exp_()
-        out = probabilities.mul_(-grad)  # in place: these are the largest tensors
+        out = (logits - log_total).exp_().mul_(-grad)  # in place: these are the largest tensors
         out.scatter_add_(-1, ids[..., None], grad)
         out = F.pad(out, (0, ctx.num_forbidden))  # outputs that are not image tokens: 0
         return out.to(ctx.dtype), None, None, None, None
-
-
-def _entropies(outputs, kept, K, temperature) -> Tensor:
-    "Entropies of the distributions that tokens are sampled from, in nats."
-    logits = outputs[..., :K].float() / temperature
-    if kept is not None:
-        logits.masked_fill_(~unpack_kept(kept, K), -torch.inf)
-    return torch.distributions.Categorical(logits=logits, validate_args=False).entropy()
 
 # %% ../../nbs/3_model/07_scoring.ipynb #c015
 @masked_attention()
@@ -63,8 +60,7 @@ def _decision_states(text_model, inputs, prompt_index, token_ids):
         position_ids=positions,
         use_cache=False,
     )
-    last_of_prompt = rows.input_ids.shape[1] - 1
-    return out.last_hidden_state[:, last_of_prompt:]
+    return out.last_hidden_state[:, rows.input_ids.shape[1] - 1 :]  # from the prompt's last token
 
 
 def score_tokens(
@@ -75,26 +71,27 @@ def score_tokens(
     temperature: float = 0.9,  # the one they were sampled with
     kept: Tensor | None = None,  # [N, T, ceil(K/8)] uint8 of `sample_tokens`; None: all tokens
     chunk: int = 128,  # decisions per chunk; the logits of one chunk exist at a time
-    entropies: bool = False,  # True: the entropy of each decision in place of the log-prob
+    entropies: bool = False,  # True: the entropy of each decision instead of the log-prob
 ) -> Tensor:  # [N, T] float32, in nats
     "Log-prob of each token in one forward pass, with gradient. Outside `kept` it is -inf."
     model, text_model, K = language_model_parts(model)
     hidden = _decision_states(text_model, inputs, prompt_index, token_ids)
 
     def score(hidden, ids, kept):
+        outputs = model.lm_head(hidden)
         if entropies:
-            return _entropies(model.lm_head(hidden), kept, K, temperature)
-        return _TokenLogprobs.apply(model.lm_head(hidden), ids, kept, K, temperature)
+            logits = _sampled_logits(outputs, kept, K, temperature)
+            return torch.distributions.Categorical(logits=logits, validate_args=False).entropy()
+        return _TokenLogprobs.apply(outputs, ids, kept, K, temperature)
 
     logprobs = []
     for start in range(0, token_ids.shape[1], chunk):
         here = slice(start, start + chunk)
-        kept_here = None if kept is None else kept[:, here]
-        args = hidden[:, here], token_ids[:, here], kept_here
+        args = hidden[:, here], token_ids[:, here], kept if kept is None else kept[:, here]
         if torch.is_grad_enabled():
             # the backward pass computes the logits again; there is no random state to restore
-            options = {"use_reentrant": False, "preserve_rng_state": False}
-            logprobs.append(checkpoint(score, *args, **options))
+            found = checkpoint(score, *args, use_reentrant=False, preserve_rng_state=False)
         else:
-            logprobs.append(score(*args))
+            found = score(*args)
+        logprobs.append(found)
     return torch.cat(logprobs, 1)

@@ -24,10 +24,9 @@ from ..data.rollout import Policy, Samples
 from ..maths.loss import compute_grpo_loss
 from . import checkpoints
 from .agreement import Agreement, agreement_of, require_agreement
-from .callbacks import Callback
+from .callbacks import Callback, callbacks_or_default, trainer_html
 from .collector import Collector, callbacks_running, complete_trainer_options
 from .collector import unlearnt_batch_returns
-from .callbacks import callbacks_or_default, trainer_html
 from .experience import Experience, MiniBatch, deal_minibatches
 from .interrupts import NotFinite, uncut
 from .optimizer import PolicyOptimizer
@@ -52,39 +51,21 @@ class Learner:
         for name, policy in self.policies.items():
             trained[name] = [p for p in policy.parameters() if p.requires_grad]
         self.optimizer = PolicyOptimizer(trained, options.optimizer)
-        given = loss if isinstance(loss, dict) else dict.fromkeys(self.policies, loss)
-        given = {name: own for name, own in given.items() if own is not None}
-        if not all(map(callable, given.values())) or not given.keys() <= self.policies.keys():
-            raise UserError(
-                f"loss: give a function, or a dict with a function for {' or '.join(self.policies)}"
-            )
-        self.losses = dict.fromkeys(self.policies, compute_grpo_loss) | given
+        self.losses = dict.fromkeys(self.policies, compute_grpo_loss)
+        if loss is not None:
+            self.losses |= loss if isinstance(loss, dict) else dict.fromkeys(self.policies, loss)
+        known = self.losses.keys() == self.policies.keys()
+        if not known or not all(map(callable, self.losses.values())):
+            raise UserError(f"loss: give a function, or a dict of them for {list(self.policies)}")
         self.ranks.unshard()
         self.step = self.last_step = self.bad_steps = 0
         self.half_done = False  # while some, but not all, optimizer steps on a rollout are done
+        self.history: list[dict[str, float]] = []  # each step's metrics
         self.last_experience: Experience | None = None
-        # of sampling and scoring; set by the first update
-        self.agreement: Agreement | None = None
+        self.agreement: Agreement | None = None  # set by the first update
 
-    def minibatches(self, experience: Experience) -> Iterator[dict[str, MiniBatch]]:
-        "policy -> samples, for each optimizer step."
-        options = self.options.step
-        if self.options.grpo.dit_pull_slow and "dit" in self.policies:
-            dit, slowed, samples = self.policies["dit"], self.optimizer.slowed, experience.samples
-            size = options.micro_batch_size
-            samples["dit"] = dit.with_slow_velocities(samples["dit"], slowed, size)
-        for i in range(options.updates_per_rollout):
-            name = f"{options.seed}|{self.step}|{i}|mini-batches"
-            yield from deal_minibatches(experience, options.mini_batches, self.ranks, name)
-
-    def sampling(self) -> contextlib.AbstractContextManager:
-        "Inside, the policies are those that sample: with dit_objective nft the slow copy."
-        if self.options.rollout.dit_objective == "nft":
-            return self.optimizer.slowed()
-        return contextlib.nullcontext()
-
-    def take_steps(self, experience: Experience) -> list[dict[str, dict[str, float]]]:
-        "All optimizer steps on a rollout -> each one's metrics of each policy."
+    def learn(self, experience: Experience) -> dict[str, float]:
+        "All optimizer steps on one rollout -> the step's metrics."
         self.last_experience = experience
         self.optimizer.schedule(self.step, self.last_step)
         with experience.measured("update", self.optimizer.device):
@@ -92,18 +73,38 @@ class Learner:
             self.ranks.unshard()
         self.optimizer.update_slow_copy()
         self.step, self.half_done = self.step + 1, False
-        return lines
+        rates = self.optimizer.learning_rates()
+        self.history.append(summarise(self.step, experience, lines, rates, self.ranks))
+        return self.history[-1]
+
+    def minibatches(self, experience: Experience) -> Iterator[dict[str, MiniBatch]]:
+        "policy -> samples, for each optimizer step."
+        options, samples = self.options.step, experience.samples
+        if self.options.grpo.dit_pull_slow and "dit" in samples:
+            slowed, size = self.optimizer.slowed, options.micro_batch_size
+            dit = self.policies["dit"]
+            samples["dit"] = dit.with_slow_velocities(samples["dit"], slowed, size)
+        for i in range(options.updates_per_rollout):
+            name = f"{options.seed}|{self.step}|{i}|mini-batches"
+            yield from deal_minibatches(experience, options.mini_batches, self.ranks, name)
 
     def update(self, minibatch: dict[str, MiniBatch]) -> dict[str, dict[str, float]]:
-        """One optimizer step -> each policy's metrics. UserError: sampling and scoring differ by
-        more than rounding, before a weight has changed; with `allow_ratio_gap` the first step
-        warns."""
+        """One optimizer step -> each policy's metrics. UserError, before a weight has changed:
+        sampling and scoring differ by more than rounding (`allow_ratio_gap`: a warning)."""
         metrics, first = self.gradients(minibatch), self.agreement is None
         found = agreement_of(metrics, self.model, self.options, self.ranks, first)
         if first or not self.options.step.allow_ratio_gap:
             require_agreement(found, self.options, self.ranks)
         self.agreement = self.agreement or found
-        finite = self.step_if_finite(metrics)
+        norms = [own["grad_norm"] for own in metrics.values()]
+        losses = [own["loss"] for own in metrics.values()]
+        finite = all(map(math.isfinite, norms + losses))
+        if finite and any(norms):
+            self.half_done = True
+            self.optimizer.step()
+            self.ranks.reshard()
+            self.optimizer.update_average()
+        self.bad_steps = 0 if finite else self.bad_steps + 1
         self.optimizer.zero_grad()
         for own in metrics.values():
             own["skipped"] = float(not finite)
@@ -137,16 +138,15 @@ class Learner:
         if self.ranks.shards:  # each pass gathers the weights from all ranks
             passes = max(self.ranks.gather(passes))
         for i, chunk in chunks:
-            new, reference = self.score(policy, chunk, beta)
+            new, more = self.score(policy, chunk, beta)
             if chunk.old_logprobs is None:  # no weight has changed since sampling: they are equal
                 chunk = replace(chunk, old_logprobs=new.detach())
-            more = reference.pop("metrics", {})
-            options = loss_options(name, grpo) | loss_counts(batch, chunk) | reference
-            loss, metrics = self.losses[name](
-                new, chunk.old_logprobs, chunk.advantages, as_tensors=True, **options
-            )
+            numbers = more.pop("metrics", {})
+            options = loss_options(name, grpo) | loss_counts(batch, chunk) | more
+            scored = new, chunk.old_logprobs, chunk.advantages
+            loss, metrics = self.losses[name](*scored, as_tensors=True, **options)
             loss.backward()
-            numbers = metrics | more | {"loss": loss.detach()}
+            numbers = metrics | numbers | {"loss": loss.detach()}
             numbers = {k: torch.as_tensor(v, device=new.device) for k, v in numbers.items()}
             tally.add(i, chunk, new, numbers)
         for _ in range(passes - len(chunks)):  # another rank has more
@@ -163,19 +163,6 @@ class Learner:
             new, found = policy.score_with_reference(chunk, reference, grpo.dit_kl)
             return new, found | {"beta": beta}
         return policy.score(chunk), {}
-
-    def step_if_finite(self, metrics: dict[str, dict[str, float]]) -> bool:
-        "Update the weights, unless a loss or gradient is not finite. Without a gradient: no step."
-        norms = [own["grad_norm"] for own in metrics.values()]
-        losses = [own["loss"] for own in metrics.values()]
-        finite = all(map(math.isfinite, norms + losses))
-        if finite and any(norm > 0 for norm in norms):
-            self.half_done = True
-            self.optimizer.step()
-            self.ranks.reshard()
-            self.optimizer.update_average()
-        self.bad_steps = 0 if finite else self.bad_steps + 1
-        return finite
 
 # %% ../../nbs/5_training/16_trainer.ipynb #n022
 class MinimalGRPOTrainer(Learner):
@@ -224,7 +211,6 @@ class MinimalGRPOTrainer(Learner):
         self.collector = Collector(model, reward_function, self.options, self.ranks)
         self.images_per_prompt = self.collector.images_per_prompt
         self.stop = False  # set it to end `train` after the running step
-        self.history: list[dict[str, float]] = []  # each step's metrics
 
     def train_step(self, batch: dict) -> dict[str, float]:
         "One step -> its metrics. batch: prompts, target_images, optional source_images, metadata."
@@ -237,15 +223,9 @@ class MinimalGRPOTrainer(Learner):
     ) -> Experience:
         "Sample groups, compute rewards and advantages. Changes no weight."
         agreement = self.agreement if at_once else None
-        with self.sampling():
+        slow = self.options.rollout.dit_objective == "nft"  # the DiT's slow copy samples
+        with self.optimizer.slowed() if slow else contextlib.nullcontext():
             return self.collector.collect(batch, self.step, agreement)
-
-    def learn(self, experience: Experience) -> dict[str, float]:
-        "All optimizer steps on one rollout -> the step's metrics."
-        lines = self.take_steps(experience)
-        rates = self.optimizer.learning_rates()
-        self.history.append(summarise(self.step, experience, lines, rates, self.ranks))
-        return self.history[-1]
 
     def train(
         self,
@@ -259,29 +239,25 @@ class MinimalGRPOTrainer(Learner):
         if num_steps is None:
             num_steps = batches_per_pass(self.train_dataloader)
         self.stop, self.last_step, begin = False, self.step + num_steps, len(self.history)
-        batches = endless_batches(self.train_dataloader, self.step)
+        batches, taken = endless_batches(self.train_dataloader, self.step), []
         with callbacks_running(self):
             while self.step < self.last_step and not any(self.ranks.gather(self.stop)):
                 with unlearnt_batch_returns(self):
-                    self.train_next(batches)
+                    # not returned: `agree` would send the batch to all ranks
+                    self.ranks.agree(lambda: taken.append(as_batch(next(batches))))
+                    experience = self.collect(taken.pop(), at_once=True)
+                    with uncut():  # Ctrl+C waits until the callbacks are done
+                        metrics = self.learn(experience)
+                        for callback in self.callbacks:
+                            callback.on_step_end(self, metrics, experience)
                 if self.bad_steps >= self.options.max_bad_steps:
                     self.ranks.all_failed = True  # all ranks have the same numbers
                     raise NotFinite(
                         f"Step {self.step}: the loss or its gradient was not finite "
-                        f"{self.bad_steps} times in a row; the weights were left as they were "
-                        "before. Lower the learning rate, or use torch_dtype float32."
+                        f"{self.bad_steps} times in a row, and no weight has moved since. Lower "
+                        "the learning rate, or use torch_dtype float32."
                     )
         return self.history[begin:]
-
-    def train_next(self, batches: Iterator[dict]) -> None:
-        "The next step, and its callbacks. Ctrl+C during an update waits until they are done."
-        taken = []  # not returned: `agree` would send the batch to all ranks
-        self.ranks.agree(lambda: taken.append(as_batch(next(batches))))
-        experience = self.collect(taken[0], at_once=True)
-        with uncut():
-            metrics = self.learn(experience)
-            for callback in self.callbacks:
-                callback.on_step_end(self, metrics, experience)
 
     def measure_agreement(self, batch: dict) -> Agreement:
         "Sample a batch and score it as the first update does. Changes no weight and takes no step."
@@ -299,8 +275,7 @@ class MinimalGRPOTrainer(Learner):
         "(image_tensors [B*G, 3, H, W], old log-probs [B*G, T], token_ids [B*G, T])"
         batch = as_batch({"prompts": prompts, "source_images": source_images})
         rollout = self.collector.sample(batch["prompts"], batch["source_images"], self.step)
-        policy = next(iter(self.policies.values()))
-        samples = policy.samples(rollout, self.images_per_prompt)
+        samples = next(iter(self.policies.values())).samples(rollout, self.images_per_prompt)
         return rollout.image_tensors, samples.old_logprobs, rollout.token_ids
 
     def save_checkpoint(self, path: str | Path) -> None:
