@@ -63,7 +63,7 @@ def test_the_committed_model_is_what_its_readme_says(monkeypatch):
     drawn = [render(scene, drawings, rng) for scene in scenes[::10]]
     model = GLMImageWrapper(folder, device="cpu")
     ar, sources = model.pipe.vision_language_encoder, [[image] for image in drawn]
-    inputs = prepare_prompts(model.processor, ar, [""] * len(drawn), SIDE, SIDE, sources)
+    inputs = prepare_prompts(model.processor, ar, ["move it"] * len(drawn), SIDE, SIDE, sources)
     ids = torch.stack([ids for [(ids, _)] in inputs.sources])
     assert ids.shape == (109, 16) and ids.unique().numel() > 400
     images = pil_to_tensor(drawn)
