@@ -236,9 +236,9 @@ def test_the_clip_range_is_that_of_tokens_as_in_yaml():
 
 def test_a_batch_without_prompts_is_told():
     trainer = trainer_of([["a cat"]], callbacks=())
-    assert "a batch must be a dict with 'prompts'" in refusal(trainer.train, 1)
+    assert "must be a dict with 'prompts'" in refusal(trainer.train, 1)
     message = refusal(trainer.train_step, {"text": ["a cat"]})
-    assert "this dict has text" in message
+    assert "text" in message
 
 
 def test_one_denoising_step_leaves_nothing_to_learn():

@@ -8,7 +8,7 @@ from helpers import ROOT
 
 NBS = ROOT / "nbs"
 CONTENTS = (NBS / "contents.md").read_text(encoding="utf-8")
-ROAD = re.search(r"Main road\n\nindex\n([^`]*)", CONTENTS)[1].split()
+ROAD = re.search(r"Main road\n:titlesonly:\n\nindex\n([^`]*)", CONTENTS)[1].split()
 
 
 def cells_of(name):

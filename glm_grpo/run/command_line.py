@@ -129,8 +129,9 @@ only the config.yaml of the run names need --trust_run_code, and its servers (re
 be named again. See SECURITY.md.
 
 What to watch: reward_mean and its trend, and the held-out reward (reward_curve.png, page.html,
-TensorBoard in logs/); then grad_norm, clip_fraction and kl. Do not watch the loss: with one
-optimizer step per rollout it is always zero.
+TensorBoard in logs/); then grad_norm, equal_groups, entropy and diversity. With one optimizer step
+per rollout the policy loss, clip_fraction and the ratio's distance from 1 are always zero; kl is
+zero unless reward.grpo.beta is above 0.
 """
 
 

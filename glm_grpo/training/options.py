@@ -128,7 +128,8 @@ class GroupOptions:
     images_per_sample: int = option(
         2,
         "if model.component is both: images per set of tokens; they are compared with each "
-        "other, and the tokens get their mean reward",
+        "other, and the tokens get their mean reward. With 2, the DiT learns only which image is "
+        "better, not by how much",
         at_least(2),
     )
     equal: Literal["keep", "drop"] = option(
