@@ -174,7 +174,7 @@ def compute_advantages(
     rewards: Tensor,  # [B*G], the samples of a group side by side
     group_size: int,  # G
 ) -> Tensor:  # [B*G]
-    "Distance from the group's mean, in standard deviations. A group of equal rewards gets zero."
+    "Distance from the group's mean, in standard deviations. Equal rewards get about zero."
     groups = rewards.view(-1, group_size)
     distance = groups - groups.mean(1, keepdim=True)
     return (distance / (groups.std(1, keepdim=True) + 1e-6)).flatten()
