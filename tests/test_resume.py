@@ -126,7 +126,7 @@ def test_checkpoints_by_the_clock_and_by_steps(tmp_path):
 
 @pytest.mark.parametrize("first_says", [True, False])
 def test_with_sharded_weights_the_first_rank_looks_at_the_clock(tmp_path, first_says):
-    ranks = SimpleNamespace(shards={"ar": 1}, gather=lambda own: [first_says, own])
+    ranks = SimpleNamespace(shards={"ar": 1}, first=False, gather=lambda own: [first_says, own])
     trainer = SimpleNamespace(ranks=ranks, step=1, last_step=9, save_checkpoint=mock.Mock())
     with mock.patch("time.monotonic", side_effect=[0, 0 if first_says else 99, 99]):
         callback = CheckpointCallback(tmp_path, minutes=1)

@@ -164,8 +164,8 @@ def make_step(
         "beta": 0.04 if half == "ar" else 0.0,
     }
     if way != "image by image":
-        finished = way == "finished images"
-        times = min(4, options.num_inference_steps - 2) if finished else None
+        times = min(4, int(0.9 * options.num_inference_steps) - 1)
+        finished = {"dit_objective": "matching", "matching_times": times}
         trainer = MinimalGRPOTrainer(
             model,
             [],
@@ -175,9 +175,8 @@ def make_step(
             batch_size=32 if half == "ar" else options.micro_batch,
             micro_batch_size=options.micro_batch,
             window=2 if half == "both" else None,
-            dit_objective="matching" if finished else "steps",
-            matching_times=times,
             **same,
+            **(finished if way == "finished images" else {}),
         )
         return lambda: trainer.train_step({"prompts": prompts})
     recipe = plain.Recipe(**same, temperature=config.temperature, top_p=config.top_p)
