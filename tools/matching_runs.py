@@ -3,10 +3,10 @@
     python tools/matching_runs.py FOLDER [--only NAME RATE SEED]
 
 Each run is one command, which is printed. It goes to FOLDER/NAME_RATE_SEED; a finished run is not
-repeated. At the end all finished runs are written to data/matching_runs: evaluations.jsonl has a
-line per evaluation, grad_norms.json the gradient norm of each step. The steps of each objective
-are as many as take about equal CPU time; the runs of guidance 1 are shorter, and seed 0 of
-`matching` ran 64 steps. 6_run/20_results names the rates and seeds that were run.
+repeated. At the end the finished runs of FOLDER are written to data/matching_runs, next to those
+of other folders: evaluations.jsonl has a line per evaluation, grad_norms.json the gradient norm of
+each step. The steps of each kind are as many as take about equal CPU time; the runs of guidance 1
+are shorter, and seed 0 of `matching` ran 64 steps. 6_run/20_results has the rates and seeds.
 """
 
 import argparse
@@ -18,6 +18,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+DATA = ROOT / "data/matching_runs"
 COMMON = (
     "--config configs/halves_dit.yaml --rollout.num_inference_steps 4 "
     "--training.lr_scheduler constant --training.sample_interval 0 --training.eval_interval 10"
@@ -37,6 +38,9 @@ KINDS = {  # name -> steps, options
     "slow": (54, f"{MATCHING} --reward.grpo.dit_pull_slow 1 {SLOW_COPY}"),
     "reference": (54, f"{MATCHING} --reward.grpo.beta 1 --reward.grpo.dit_kl velocity"),
     "nft": (54, NFT),
+    "own": (50, "--rollout.shared_noise false"),  # each image has an initial noise of its own
+    "group": (50, "--reward.grpo.group_size 16 --training.batch_size 4"),
+    "noisy": (50, "--rollout.noise_level 0.7"),
     "steps1": (60, "--rollout.guidance_scale 1"),
     "matching1": (66, f"{MATCHING} --rollout.guidance_scale 1".replace("guidance 3", "guidance 1")),
 }
@@ -83,13 +87,17 @@ def main() -> None:
         folder = options.folder / f"{name}_{rate}_{seed}"
         if not (folder / "seconds.json").exists():
             run(folder, name, rate, int(seed))
-    norms = {}
+    norms = json.loads((DATA / "grad_norms.json").read_text())
+    lines = {}
+    known = map(json.loads, (DATA / "evaluations.jsonl").read_text().splitlines())
+    for line in [*known, *collect(options.folder)]:
+        lines[line["name"], line["rate"], line["seed"], line["step"]] = line
     for path in sorted(options.folder.glob("*/seconds.json")):
         steps = (path.parent / "metrics.jsonl").read_text().splitlines()
         norms[path.parent.name] = [round(json.loads(step)["grad_norm"], 4) for step in steps]
-    (ROOT / "data/matching_runs/grad_norms.json").write_text(json.dumps(norms))
-    text = "".join(json.dumps(line) + "\n" for line in collect(options.folder))
-    (ROOT / "data/matching_runs/evaluations.jsonl").write_text(text)
+    (DATA / "grad_norms.json").write_text(json.dumps(norms))
+    text = "".join(json.dumps(lines[key]) + "\n" for key in sorted(lines))
+    (DATA / "evaluations.jsonl").write_text(text)
 
 
 if __name__ == "__main__":
