@@ -28,7 +28,9 @@ def pil_to_tensor(
     images: Image.Image | Iterable[Image.Image],  # one image, or N images of the same size
 ) -> Tensor:  # [N, 3, H, W] float32 in [0, 1]
     "Convert PIL images to a tensor. ValueError: the sizes differ, or there is no image."
-    images = [images] if isinstance(images, Image.Image) else images
+    images = [images] if isinstance(images, Image.Image) else list(images)
+    if len({image.size for image in images}) != 1:
+        raise ValueError(f"{len(images)} images: give at least one, and all of one size.")
     arrays = [np.asarray(image.convert("RGB")) for image in images]
     return torch.from_numpy(np.stack(arrays)).permute(0, 3, 1, 2).float() / 255
 
