@@ -17,6 +17,7 @@ nb_execution_mode = "off"  # the committed outputs are shown
 nb_merge_streams = True
 nb_ipywidgets_js = {}  # scripts from elsewhere, for widgets that would need a kernel
 myst_enable_extensions = ["dollarmath"]
+myst_dmath_double_inline = True  # $$ directly below a line of text
 myst_heading_anchors = 3
 suppress_warnings = ["myst.header", "myst.xref_missing", "mystnb.unknown_mime_type"]
 highlight_language = "text"  # of a block that names none
