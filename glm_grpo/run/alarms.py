@@ -181,9 +181,10 @@ def reward_hacking_alarm(
         change = judged.changes[-1][name]
         messages.append(
             f"The trained reward rose from {reward.before:.3g} to {reward.after:.3g} while {name}, "
-            f"which is not trained, went from {change.before:.3g} to {change.after:.3g} (gone "
-            f"since step {steps[judged.gone_since(name)]}). Give a metric that sees it a weight in "
-            f"reward.metrics, raise reward.grpo.beta, lower training.learning_rate, {stop}."
+            f"which is not trained, went from {change.before:.3g} to {change.after:.3g} (more "
+            f"than noise since step {steps[judged.gone_since(name)]}). Give a metric that sees it "
+            "a weight in reward.metrics, raise reward.grpo.beta, lower training.learning_rate, "
+            f"{stop}."
         )
     return messages
 

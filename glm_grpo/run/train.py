@@ -173,7 +173,9 @@ class Run:
         if self.after:
             was = self.before["reward_mean"]
             now = self.after["reward_mean"]
-            self.say("result", f"reward {was:.3f} -> {now:.3f}; see page.html there")
+            self.say(
+                "result", f"reward {was:.3f} -> {now:.3f} ({now - was:+.3f}); see page.html there"
+            )
 
 # %% ../../nbs/6_run/19_train.ipynb #xn005
 def make_folder(
