@@ -51,6 +51,12 @@ def batches(loader, number):
     return [batch["indices"] for batch in itertools.islice(loader, number)]
 
 
+def test_images_of_several_sizes_are_no_tensor():
+    images = [Image.new("RGB", size) for size in ((8, 8), (8, 4))]
+    assert "one size" in refusal(pil_to_tensor, images)
+    assert "at least one" in refusal(pil_to_tensor, [])
+
+
 def test_order_is_the_one_of_earlier_runs():
     "A checkpoint of an older version continues in the same order."
     assert batches(loader(6, 6), 2) == [[3, 4, 2, 0, 1, 5], [0, 1, 2, 3, 4, 5]]

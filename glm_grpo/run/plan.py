@@ -283,14 +283,14 @@ def step_seconds(
     denoised = flop["dit"] * step.passes * step.config.rollout.num_inference_steps
     updates = training.updates_per_rollout
     # of tokens: the old log-probs, which a single update does not need, and the entropies
-    once = {"ar": (updates * training.mini_batches > 1) + (grpo.entropy_share is not None)}
-    once["dit"] = bool(grpo.dit_pull_slow)  # the velocities of the slow copy
+    extra = {"ar": (updates * training.mini_batches > 1) + (grpo.entropy_share is not None)}
+    extra["dit"] = bool(grpo.dit_pull_slow)  # the velocities of the slow copy
     decisions = {"ar": 1, "dit": deciding_steps(step.config)}
     passes = updates * (2 + step.config.model.gradient_checkpointing + (not step.config.model.lora))
     learnt = 0
     for half in step.trained:
         forward = flop[half] * step.learning_passes[half] * decisions[half]
-        learnt += forward * (passes + once[half])
+        learnt += forward * (passes + extra[half])
     return {
         "tokens": calls * read * step.bytes / (BANDWIDTH_REACHED * gpu.bandwidth),
         "denoising": denoised / (FLOP_REACHED * gpu.flop),

@@ -141,12 +141,12 @@ class Learner:
             new, more = self.score(policy, chunk, beta)
             if chunk.old_logprobs is None:  # no weight has changed since sampling: they are equal
                 chunk = replace(chunk, old_logprobs=new.detach())
-            numbers = more.pop("metrics", {})
+            extra = more.pop("metrics", {})
             options = loss_options(name, grpo) | loss_counts(batch, chunk) | more
             scored = new, chunk.old_logprobs, chunk.advantages
             loss, metrics = self.losses[name](*scored, as_tensors=True, **options)
             loss.backward()
-            numbers = metrics | numbers | {"loss": loss.detach()}
+            numbers = metrics | extra | {"loss": loss.detach()}
             numbers = {k: torch.as_tensor(v, device=new.device) for k, v in numbers.items()}
             tally.add(i, chunk, new, numbers)
         for _ in range(passes - len(chunks)):  # another rank has more
