@@ -69,6 +69,8 @@ TOY = {
     "dit_learning_rate": Row(1e-5, {"dit", "lines"}),
     "lr_scheduler": Row("linear", BOTH | {"lines"}, TWO_STEPS),
     "warmup_steps": Row(3, BOTH | {"lines"}),
+    "adam_epsilon": Row(1.0, {"ar"}),
+    "dit_adam_epsilon": Row(1.0, {"dit"}),
     "weight_decay": Row(0.5, BOTH),
     "optimizer": Row("adamw_8bit", BOTH),
     "max_grad_norm": Row(1e-6, BOTH),
@@ -202,7 +204,7 @@ def test_an_option_of_training_acts(name, tmp_path, monkeypatch):
         stand_in.AdamW8bit = stand_in.PagedAdamW8bit = lambda groups, **_: Descent(groups)
         monkeypatch.setitem(sys.modules, "bitsandbytes", ModuleType("bitsandbytes"))
         monkeypatch.setitem(sys.modules, "bitsandbytes.optim", stand_in)
-    else:
+    elif "epsilon" not in name:
         monkeypatch.setattr("torch.optim.AdamW", Descent)
     row = TOY[name]
     before = toy_run(tmp_path / "before", **row.needs)

@@ -227,7 +227,7 @@ class SampleNames:
     samples: list[int]  # N: number of the token sample within its request
     images: list[int]  # N: number of the image within its token sample
     grids_per_preview: int = 1  # token samples that share their preview
-    own_noise: bool = False  # True: images of different token samples share no noise
+    own_noise: bool = False  # True: token samples share no first noise
 
     @classmethod
     def number(
@@ -295,11 +295,11 @@ class SampleNames:
         return names
 
     def step_noise(self) -> list[str]:
-        "Names of the noise that the denoising steps add."
+        "Names of the noise that the denoising steps add: every image has its own."
         names = []
         for request, sample, image in zip(self.requests, self.samples, self.images):
-            own = f"|{sample}" if self.own_noise else ""
-            names.append(f"{self.prefix}|{request}{own}|{image}|steps")
+            of_sample = f"|{sample}" if sample else ""
+            names.append(f"{self.prefix}|{request}|{image}|steps{of_sample}")
         return names
 
     def window(self) -> str:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from ..data.basics import UserError, patch_to
 from ..model.loading import shard_like
 from .options import OptimizerOptions
+from .ranks import full_tensor
 
 
 def make_adamw(
@@ -55,7 +56,8 @@ class PolicyOptimizer:
         stepped, groups = iter(self.stepped), []
         for name, own in parameters.items():
             group = {"params": list(islice(stepped, len(own))), "name": name}
-            groups.append(group | {"lr": options.learning_rate_of(name)})
+            rates = {"lr": options.learning_rate_of(name), "eps": options.epsilon_of(name)}
+            groups.append(group | rates)
         self.adamw = make_adamw(options.optimizer, groups, options.weight_decay)
         self.ema = self.slow = None
         self.averages = {}  # name in a checkpoint -> a moving average, the weights that it follows
@@ -161,6 +163,34 @@ def step(self) -> None:
         self.adamw.step()
         master.grad = None
         p.data.copy_(master.data)
+
+# %% ../../nbs/5_training/04_optimizer.ipynb #ep02
+@patch_to(PolicyOptimizer)
+@torch.no_grad()
+def below_epsilon(self) -> dict[str, float]:
+    """policy -> share of the weights whose sqrt(v) of AdamW, bias-corrected, is below epsilon.
+    Weights that never had a gradient are left out, and policies whose v is not in float32."""
+    shares = {}
+    for group in self.adamw.param_groups:
+        counts = []
+        for state in map(self.adamw.state.get, group["params"]):
+            if state and "exp_avg_sq" in state:
+                v, correction = state["exp_avg_sq"], 1 - group["betas"][1] ** int(state["step"])
+                below = (v > 0) & (v < group["eps"] ** 2 * correction)
+                counts.append(torch.stack([full_tensor(x.sum()) for x in (below, v > 0)]))
+        if counts:
+            small, moved = torch.stack(counts).sum(0).tolist()
+            shares[group["name"]] = small / max(1, moved)
+    return shares
+
+
+@patch_to(PolicyOptimizer)
+def numbers(self) -> dict[str, dict[str, float]]:
+    "policy -> learning_rate and, if it is known, below_epsilon."
+    numbers = {name: {"learning_rate": rate} for name, rate in self.learning_rates().items()}
+    for name, share in self.below_epsilon().items():
+        numbers[name]["below_epsilon"] = share
+    return numbers
 
 # %% ../../nbs/5_training/04_optimizer.ipynb #n027
 @patch_to(PolicyOptimizer)

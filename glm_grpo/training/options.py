@@ -41,6 +41,19 @@ class OptimizerOptions:
         "AdamW's first steps are large and mostly noise",
         at_least(0),
     )
+    adam_epsilon: float = option(
+        1e-8,
+        "added to AdamW's divisor, the root of the mean squared gradient of each weight. A weight "
+        "whose gradient is smaller than this moves less than the learning rate; below_epsilon in "
+        "metrics.jsonl is the share of such weights. 1e-15 for all weights of the published model",
+        above(0),
+    )
+    dit_adam_epsilon: float = option(
+        1e-15,
+        "the same for the denoising policy. Its log-probs are means over up to 262,144 latents, so "
+        "its gradient may have only 1e-8 per weight",
+        above(0),
+    )
     weight_decay: float = option(0.0, "weight decay of AdamW", at_least(0, 10))
     optimizer: Literal["adamw", "adamw_8bit", "paged_adamw_8bit"] = option(
         "adamw",
@@ -49,7 +62,10 @@ class OptimizerOptions:
         "host when the GPU is full; both need the package bitsandbytes",
     )
     max_grad_norm: float = option(
-        1.0, "gradient clipping: a longer gradient is scaled down to this length", above(0)
+        1.0,
+        "gradient clipping: a longer gradient is scaled down to this length. The denoising "
+        "policy's is far shorter than 1, so 1 never acts on it",
+        above(0),
     )
     ema_decay: float | None = option(
         None,
@@ -72,6 +88,10 @@ class OptimizerOptions:
         "rollouts before this decay begins to grow; until then the copy is the policy",
         at_least(0),
     )
+
+    def epsilon_of(self, policy: str) -> float:
+        "AdamW's epsilon of a policy."
+        return self.dit_adam_epsilon if policy == "dit" else self.adam_epsilon
 
     def learning_rate_of(self, policy: str) -> float:
         "The first learning rate of a policy."

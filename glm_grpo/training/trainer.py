@@ -8,6 +8,7 @@ __all__ = ['Learner', 'MinimalGRPOTrainer']
 # %% ../../nbs/5_training/16_trainer.ipynb #n021
 import contextlib
 import math
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from operator import attrgetter
@@ -63,6 +64,7 @@ class Learner:
         self.history: list[dict[str, float]] = []  # each step's metrics
         self.last_experience: Experience | None = None
         self.agreement: Agreement | None = None  # set by the first update
+        self.warned: set[str] = set()  # policies whose gradients are below AdamW's epsilon
 
     def learn(self, experience: Experience) -> dict[str, float]:
         "All optimizer steps on one rollout -> the step's metrics."
@@ -73,9 +75,24 @@ class Learner:
             self.ranks.unshard()
         self.optimizer.update_slow_copy()
         self.step, self.half_done = self.step + 1, False
-        rates = self.optimizer.learning_rates()
-        self.history.append(summarise(self.step, experience, lines, rates, self.ranks))
+        numbers = self.optimizer.numbers()
+        self.history.append(summarise(self.step, experience, lines, numbers, self.ranks))
+        self.warn_of_epsilon(numbers)
         return self.history[-1]
+
+    def warn_of_epsilon(self, numbers: dict[str, dict[str, float]]) -> None:
+        "Say once if most weights of a policy move less than its learning rate."
+        for name, own in numbers.items():
+            share = own.get("below_epsilon", 0.0)
+            if share > 0.5 and name not in self.warned and self.ranks.first:
+                self.warned.add(name)
+                option = "dit_adam_epsilon" if name == "dit" else "adam_epsilon"
+                warnings.warn(
+                    f"{name}: {share:.0%} of the weights have gradients smaller than AdamW's "
+                    f"epsilon, so they move less than the learning rate. Set training.{option} to "
+                    "1e-15. (below_epsilon in metrics.jsonl has this share at each step.)",
+                    stacklevel=2,
+                )
 
     def minibatches(self, experience: Experience) -> Iterator[dict[str, MiniBatch]]:
         "policy -> samples, for each optimizer step."

@@ -157,20 +157,19 @@ def summarise(
     step: int,
     experience: Experience,
     lines: list[dict[str, dict[str, float]]],  # per optimizer step: policy -> metrics
-    learning_rates: dict[str, float],  # policy -> of this step
+    of_optimizer: dict[str, dict[str, float]],  # policy -> learning_rate, below_epsilon
     ranks: Ranks,
 ) -> dict[str, float]:
     "The metrics of a training step. With two policies the names are ar/loss, dit/loss and so on."
     reports = ranks.gather((lines, experience.rollout.diagnostics, experience.memory))
     metrics = {"step": step}
-    for name, rate in learning_rates.items():
+    for name, own in of_optimizer.items():
         numbers = merge_lines([line[name] for of_rank, _, _ in reports for line in of_rank])
         # before the first optimizer step, where the gap must be 0 up to rounding
         first = merge_lines([of_rank[0][name] for of_rank, _, _ in reports])
         numbers |= {k: v for k, v in first.items() if k.startswith("old_new_gap")}
-        prefix = f"{name}/" if len(learning_rates) > 1 else ""
-        metrics |= {f"{prefix}{k}": v for k, v in numbers.items()}
-        metrics[f"{prefix}learning_rate"] = rate
+        prefix = f"{name}/" if len(of_optimizer) > 1 else ""
+        metrics |= {f"{prefix}{k}": v for k, v in (numbers | own).items()}
     metrics |= experience.numbers
     for name in experience.rollout.diagnostics:
         metrics[name] = sum(counts[name] for _, counts, _ in reports)
