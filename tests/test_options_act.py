@@ -76,8 +76,7 @@ TOY = {
     "max_grad_norm": Row(1e-6, BOTH),
     "ema_decay": Row(0.5, {"average"}),
     "slow_copy_decay": Row(0.5, {"slow copy"}),
-    # each set of tokens gets the same two lights, so the light learns the same from any number
-    "group_size": Row(3, {"ar", "rollout", "scored"}),
+    "group_size": Row(3, BOTH | {"rollout", "scored"}),
     "images_per_sample": Row(3, BOTH | {"rollout", "scored"}),
     "equal": Row("drop", BOTH | {"scored"}, {"reward": lambda: flat_for_one}),
     "scale": Row("batch", BOTH),
