@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['VERSION', 'TOKEN', 'MAX_BYTES', 'MAX_PIXELS', 'MAX_ANSWER', 'WAITRESS', 'serve', 'FIXES', 'encode_images',
            'decode_images', 'read_request', 'read_token', 'clean', 'is_this_machine', 'drop_refused', 'RewardServer',
-           'RemoteError', 'exchange', 'RemoteReward']
+           'RemoteError', 'is_temporary', 'exchange', 'RemoteReward']
 
 # %% ../../nbs/4_rewards/16_remote.ipynb #n002
 import asyncio
@@ -23,7 +23,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from http import HTTPStatus
 
 import httpx2
@@ -34,6 +34,7 @@ from torch import Tensor
 from ..data.basics import UserError
 from ..data.images import pil_to_tensor, tensor_to_pil
 from .calling import ARGUMENTS, call_reward, reward_name, wanted_arguments
+from .weighted import Worker
 
 VERSION = 1  # of the protocol
 TOKEN = "GLM_GRPO_TOKEN"  # environment variable, read by both sides
@@ -148,6 +149,7 @@ WAITRESS = {
     "channel_timeout": 60,  # seconds without a byte
     "cleanup_interval": 10,  # seconds between looks for silent connections
     "recv_bytes": 1 << 16,
+    "channel_request_lookahead": 1,  # reads on while it scores, so it sees a client that leaves
     "max_request_header_size": 1 << 14,
     "max_request_body_size": sys.maxsize,  # the limit is MAX_BYTES, see `refusal`
     "asyncore_use_poll": True,
@@ -215,7 +217,10 @@ class RewardServer:
             status, answer = 200, {"name": self.name, "version": VERSION, "wants": self.wants}
         elif asked == "POST /score":
             with self.lock:  # one request at a time is in memory
-                status, answer = self.score(environ["wsgi.input"].read())
+                if environ["waitress.client_disconnected"]():  # while it waited for its turn
+                    status, answer = 408, "the client has gone, so this is not scored"
+                else:
+                    status, answer = self.score(environ["wsgi.input"].read())
         else:
             status, answer = 404, "the addresses are GET /health and POST /score"
         if status != 200:
@@ -269,13 +274,20 @@ class RemoteError(OSError):
 
 
 FIXES = {  # status or error -> fix
-    "TimeoutError": "Raise timeout, or lower batch_size.",
+    "TimeoutError": "Raise reward.time_limit (in Python: timeout), or let the scorer work faster.",
     "ConnectError": "Start the scorer (python -m glm_grpo.remote ...), or fix the address.",
     200: "Is this the address of a reward server?",
     401: f"Set the environment variable {TOKEN} to the server's token.",
     404: "Is this the address of a reward server?",
-    413: "Lower batch_size.",
+    413: "Let the server, or a proxy before it, take larger requests (in Python: lower batch_size).",
 }
+
+
+def is_temporary(
+    status: int | str,  # of `exchange`
+) -> bool:
+    "Whether the same request may succeed later."
+    return status not in range(500) or status in (408, 429)
 
 
 async def exchange(
@@ -317,18 +329,23 @@ class RemoteReward:
     """
 
     pause = 0.5  # seconds before the first retry, then twice as long each time
+    health_timeout = 60.0  # seconds for an answer of /health
+    HEALTH = 60.0  # seconds for an answer of /health
+    waiting = False  # whether a server that restarts is waited for; no time limit counts then
 
     def __init__(
         self,
         url: str,  # http://HOST:PORT or https://..., with or without a path
         timeout: float = 60.0,  # seconds for one request and its whole answer, above 0
         retries: int = 2,  # retries after a temporary failure
+        patience: float = 0.0,  # seconds in which a server that restarts must answer again
         batch_size: int = 16,  # images in one request
         # requests at a time: one is encoded and sent while another is scored
         parallel: int = 2,
     ):
         self.url, self.timeout, self.retries = url.rstrip("/"), timeout, retries
-        self.batch_size, self.pool = batch_size, ThreadPoolExecutor(parallel)
+        self.batch_size, self.patience, self.lock = batch_size, patience, threading.Lock()
+        self.workers = [Worker(f"requests to {url}") for _ in range(parallel)]
         if not re.fullmatch(r"https?://[\w.:\[\]-]+(/[\w.~%/-]*)?", url):
             raise UserError(
                 "The address of a remote reward is written like http://127.0.0.1:8000 or "
@@ -344,7 +361,7 @@ class RemoteReward:
                 stacklevel=2,
             )
         try:
-            answer = self.pool.submit(self.ask, "/health").result()
+            answer = self.workers[0].begin(partial(self.ask, "/health")).result()
         except RemoteError as e:
             raise UserError(str(e)) from e
         self.name, self.wants = clean(answer.get("name"), 80), answer.get("wants")
@@ -372,7 +389,15 @@ class RemoteReward:
             rows = slice(first, first + self.batch_size)
             return self.score({name: values[rows] for name, values in wanted.items()})
 
-        return torch.cat(list(self.pool.map(score, range(0, len(images), self.batch_size))))
+        answers = []
+        for i, first in enumerate(range(0, len(images), self.batch_size)):
+            worker = self.workers[i % len(self.workers)]
+            answers.append(worker.begin(partial(score, first)))
+        try:
+            return torch.cat([answer.result() for answer in answers])
+        finally:  # after an error: those that have not begun
+            for answer in answers:
+                answer.cancel()
 
     def score(
         self,
@@ -396,16 +421,49 @@ class RemoteReward:
             )
         return torch.tensor([float("nan") if score is None else score for score in scores])
 
+    @property
+    def waiting(self) -> bool:
+        "Whether it waits for a server that restarts. No time limit counts meanwhile."
+        return self.lock.locked()
+
+    def wait(
+        self,
+        pause: float,  # seconds before the next request
+        end: float,  # on the clock `time.monotonic`: wait no longer for the server
+    ) -> None:
+        "After a temporary failure: pause, and wait until /health answers. Tell it once."
+        with self.lock:  # one request of several asks for all
+            time.sleep(pause)
+            told = False
+            while (left := end - time.monotonic()) > 0:
+                health = exchange(self.url + "/health", None, min(left, self.health_timeout))
+                status, answer = asyncio.run(health)
+                if not is_temporary(status):
+                    return
+                if not told:
+                    print(
+                        f"{'waiting':>10}  the reward server at {self.url} does not answer "
+                        f"({status}: {clean(answer)}); the run waits for it up to "
+                        f"{self.patience / 60:g} minutes (reward.remote_patience)",
+                        flush=True,
+                    )
+                told = True
+                time.sleep(min(left, 2 * self.pause))
+
     def ask(self, path: str, body: bytes | None = None) -> dict:
         "One request with its retries -> the answer's JSON object. RemoteError: there is none."
+        timeout, patience, end = self.timeout, self.patience, None
+        if body is None:  # /health, when the reward is made
+            timeout, patience = min(timeout, self.health_timeout), 0.0
         for attempt in range(1 + self.retries):
             if attempt:
-                time.sleep(self.pause * 2 ** (attempt - 1))
-            status, answer = asyncio.run(exchange(self.url + path, body, self.timeout))
+                end = end or time.monotonic() + patience
+                self.wait(self.pause * 2 ** (attempt - 1), end)
+            status, answer = asyncio.run(exchange(self.url + path, body, timeout))
             is_object = isinstance(answer, dict)
             if status == 200 and is_object:
                 return answer
-            if status in range(500) and status not in (408, 429):
+            if not is_temporary(status):
                 break
         said = clean(answer.get("error") if is_object else answer)
         fix = FIXES.get(status, "Read the server's own output.")

@@ -185,8 +185,15 @@ class RewardConfig:
     time_limit: float = option(
         600.0,
         "seconds in which the reward of a batch must be ready; a part that takes longer is an "
-        "error with its name",
+        "error with its name; also of each request to a server of reward.remote",
         above(0),
+    )
+    remote_patience: float = option(
+        10.0,
+        "minutes in which a server of reward.remote that fails during a run, such as one that "
+        "restarts, must answer /health again; they do not count for reward.time_limit; 0: it is "
+        "asked again after half a second and after one second",
+        at_least(0),
     )
     normalise: Literal["none", "group"] = option("none", NORMALISE)
     grpo: GRPOOptions = field(default_factory=GRPOOptions)
@@ -295,7 +302,8 @@ def brought_by_user(config: Config) -> Brought:
     reward, taken = config.reward, tuple(METRICS)
     functions = named_functions(reward.functions, taken)
     functions |= named_functions(reward.dit_functions, taken)
-    return Brought(functions, reward.models or {}, reward.remote or {})
+    waits = {"timeout": reward.time_limit, "patience": 60 * reward.remote_patience}
+    return Brought(functions, reward.models or {}, reward.remote or {}, waits)
 
 # %% ../../nbs/6_run/01_config.ipynb #n038
 def image_height_width(config: Config) -> tuple[int, int]:
