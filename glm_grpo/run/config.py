@@ -6,13 +6,14 @@
 __all__ = ['LARGEST_SIDE', 'OF_THE_TINY_MODEL', 'OPTIONS', 'RENAMED', 'GONE', 'MOVED', 'ModelConfig', 'LengthOptions',
            'TrainingConfig', 'RewardConfig', 'size_problem', 'DataConfig', 'Config', 'reward_weights',
            'brought_by_user', 'image_height_width', 'tracker_names', 'trainer_options', 'denoising_problems',
-           'weight_problems', 'tracker_problems', 'reward_problems', 'is_large', 'default_problems', 'check_config',
-           'to_yaml', 'translate']
+           'weight_problems', 'has_wandb_key', 'tracker_problems', 'reward_problems', 'is_large', 'default_problems',
+           'check_config', 'to_yaml', 'translate']
 
 # %% ../../nbs/6_run/01_config.ipynb #n005
 import dataclasses
 import importlib.util
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -383,13 +384,31 @@ def weight_problems(config: Config) -> Iterator[str]:
         )
 
 # %% ../../nbs/6_run/01_config.ipynb #kn016
+def has_wandb_key() -> bool:
+    "Whether W&B starts without a question: it has a key, or works offline."
+    import wandb
+
+    if wandb.setup().settings.mode in ("offline", "disabled", "dryrun"):
+        return True
+    try:
+        return wandb.login(prompt=False, verify=False)
+    except TypeError:  # older versions know no `prompt`
+        return bool(wandb.api.api_key)
+
+
 def tracker_problems(config: Config) -> Iterator[str]:
-    "Trackers that do not exist or are not installed."
+    "Trackers that do not exist or are not installed, and W&B without a key."
+    writes = os.environ.get("RANK", "0") in ("", "0")
     for name in tracker_names(config):
         if not importlib.util.find_spec(name):
             yield (
                 f"training.trackers {name}: there is no such tracker, or its package is not "
                 "installed. Install it with pip, or take tensorboard, which is."
+            )
+        elif name == "wandb" and writes and not has_wandb_key():
+            yield (
+                "training.trackers wandb: W&B has no key. Run `wandb login`, set the environment "
+                "variable WANDB_API_KEY, or WANDB_MODE=offline, or leave this tracker out."
             )
 
 # %% ../../nbs/6_run/01_config.ipynb #kn019
@@ -468,7 +487,9 @@ def check_config(
     check_options(config)
     rules = [*default_problems(config, trains), *loss_problems(config.reward.grpo)]
     rules += [*denoising_problems(config), *weight_problems(config)]
-    refuse([*rules, *tracker_problems(config), *reward_problems(config)])
+    if trains:  # evaluations write no curves
+        rules += tracker_problems(config)
+    refuse([*rules, *reward_problems(config)])
 
 # %% ../../nbs/6_run/01_config.ipynb #n049
 def to_yaml(config: Config) -> str:
