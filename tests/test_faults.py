@@ -304,7 +304,8 @@ def test_a_part_that_fails_while_another_computes_is_told(folder):
     "Status 2 and the message. PyTorch's code in a thread aborted the process at its end (134)."
     other = "images.mean((1, 2, 3))\n"
     # the file is loaded once for each function, so each counts its own calls
-    heavy = f"def heavy(images):\n    calls.append(1)\n    while len(calls) > 3:\n        {other}    return {other}"
+    heavy = f"def heavy(images):\n    calls.append(1)\n    while len(calls) > 3:\n        {other}"
+    heavy += f"    return {other}"
     fails = "if len(calls) > 3:\n        time.sleep(0.5)\n        1 / 0"
     (folder / "green.py").write_text(counting_reward(fails, "import time") + heavy)
     both = f"[{folder}/green.py:green,{folder}/green.py:heavy]"

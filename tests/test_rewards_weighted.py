@@ -117,7 +117,8 @@ def test_a_program_ends_while_a_part_computes(work, end):
             time.sleep(0.3)
             raise ValueError("out of order")
 
-        reward = WeightedReward({{"heavy": computes, "broken": breaks}}, {{"heavy": 1, "broken": 1}})
+        parts = {{"heavy": computes, "broken": breaks}}
+        reward = WeightedReward(parts, {{"heavy": 1, "broken": 1}})
         try:
             reward.score(torch.zeros(1, 3, 2, 2), ["one"])
         except RewardError as error:

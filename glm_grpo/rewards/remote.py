@@ -279,7 +279,7 @@ FIXES = {  # status or error -> fix
     200: "Is this the address of a reward server?",
     401: f"Set the environment variable {TOKEN} to the server's token.",
     404: "Is this the address of a reward server?",
-    413: "Let the server, or a proxy before it, take larger requests (in Python: lower batch_size).",
+    413: "Let the server, and proxies, take larger requests (in Python: lower batch_size).",
 }
 
 
@@ -330,8 +330,6 @@ class RemoteReward:
 
     pause = 0.5  # seconds before the first retry, then twice as long each time
     health_timeout = 60.0  # seconds for an answer of /health
-    HEALTH = 60.0  # seconds for an answer of /health
-    waiting = False  # whether a server that restarts is waited for; no time limit counts then
 
     def __init__(
         self,
