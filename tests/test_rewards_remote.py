@@ -3,6 +3,8 @@
 import contextlib
 import json
 import socket
+import subprocess
+import sys
 import threading
 import time
 
@@ -289,6 +291,26 @@ def test_a_server_that_is_waited_for_in_vain_is_told_in_time():
             client(IMAGES[:2], PROMPTS[:2])
         assert 2 < time.monotonic() - begin < 8
         server.listening = socket.create_server(("127.0.0.1", 0))
+
+
+def test_a_program_does_not_wait_for_a_server_that_hangs():
+    "The time limit ends the call; the end of the program used to wait for all retries."
+    program = """if True:
+        import sys, torch
+        from glm_grpo.rewards.calling import RewardError
+        from glm_grpo.rewards.remote import RemoteReward
+        from glm_grpo.rewards.weighted import WeightedReward
+
+        parts = {"far": RemoteReward(sys.argv[1], timeout=30)}
+        try:
+            WeightedReward(parts, {"far": 1.0}, time_limit=1)(torch.zeros(2, 3, 8, 8), ["a", "b"])
+        except RewardError as error:
+            sys.exit(f"error: {error}")
+    """
+    with BrokenServer(hang) as server:
+        words = [sys.executable, "-c", program, server.url]
+        done = subprocess.run(words, capture_output=True, text=True, timeout=25)
+    assert done.returncode == 1 and done.stderr.startswith("error: The reward far has not"), done
 
 
 def test_a_body_that_is_too_large_is_told(monkeypatch):
