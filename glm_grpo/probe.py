@@ -1,7 +1,5 @@
 """`python -m glm_grpo.probe`: see `glm_grpo.run.probe`."""
 
-import sys
-
 if __name__ == "__main__":
     from glm_grpo.training.interrupts import leave_at_once
 
@@ -12,4 +10,6 @@ from glm_grpo.run.probe import main
 __all__ = ["main"]
 
 if __name__ == "__main__":
-    sys.exit(main())
+    from glm_grpo.training.interrupts import leave
+
+    leave(main())

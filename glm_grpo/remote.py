@@ -3,8 +3,6 @@
 Also the place to import `RemoteReward` and `serve` from.
 """
 
-import sys
-
 if __name__ == "__main__":
     from glm_grpo.training.interrupts import leave_at_once
 
@@ -76,5 +74,6 @@ def main(argv: list[str] | None = None) -> int:
 
 if __name__ == "__main__":
     from glm_grpo.run.command_line import run_command
+    from glm_grpo.training.interrupts import leave
 
-    sys.exit(run_command(main))
+    leave(run_command(main))

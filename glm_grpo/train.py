@@ -1,7 +1,5 @@
 """`python -m glm_grpo.train`: see `glm_grpo.run.train`."""
 
-import sys
-
 if __name__ == "__main__":
     from glm_grpo.training.interrupts import leave_at_once
 
@@ -12,4 +10,6 @@ from glm_grpo.run.train import main, train
 __all__ = ["main", "train"]
 
 if __name__ == "__main__":
-    sys.exit(main())
+    from glm_grpo.training.interrupts import leave
+
+    leave(main())

@@ -6,11 +6,13 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 
 import pytest
 import torch
 from helpers import (
     PROMPTS,
+    ROOT,
     counting_reward,
     evaluate_main,
     files,
@@ -275,6 +277,44 @@ def test_a_tracker_whose_package_is_missing_is_told_before_anything(folder, caps
     assert main(*small(folder, *words)) == 2
     check_said(told(capsys), "training.trackers wandb", "with pip")
     assert not (folder / "run").exists()
+
+
+def program(folder, *words, **env):
+    "`python -m glm_grpo.train` as a process, with a home folder without keys."
+    env = {k: v for k, v in os.environ.items() if "WANDB" not in k} | {"HOME": str(folder)} | env
+    command = [sys.executable, "-m", "glm_grpo.train", *small(folder, *words)]
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
+
+
+@pytest.mark.parametrize("dry", [[], ["--dry_run"]])
+def test_wandb_without_a_key_is_told_before_anything_is_loaded(folder, dry):
+    pytest.importorskip("wandb", reason="pip install wandb")
+    words = [*dry, "--num_steps", 1, "--training.trackers", "[tensorboard,wandb]"]
+    words += ["--output_dir", folder / "run"]
+    done = program(folder, *words)
+    assert done.returncode == 2 and "loading" not in done.stdout, done.stderr
+    check_said(done.stderr.strip().splitlines()[-1], "training.trackers wandb", "`wandb login`")
+    assert not (folder / "run").exists()
+    if dry:
+        for env in ({"WANDB_MODE": "offline"}, {"WANDB_API_KEY": "a" * 40}):
+            assert program(folder, *words, **env).returncode == 0, env
+
+
+def test_a_part_that_fails_while_another_computes_is_told(folder):
+    "Status 2 and the message. PyTorch's code in a thread aborted the process at its end (134)."
+    other = "images.mean((1, 2, 3))\n"
+    # the file is loaded once for each function, so each counts its own calls
+    heavy = f"def heavy(images):\n    calls.append(1)\n    while len(calls) > 3:\n        {other}"
+    heavy += f"    return {other}"
+    fails = "if len(calls) > 3:\n        time.sleep(0.5)\n        1 / 0"
+    (folder / "green.py").write_text(counting_reward(fails, "import time") + heavy)
+    both = f"[{folder}/green.py:green,{folder}/green.py:heavy]"
+    words = ["--num_steps", 9, "--training.trackers", "null", "--output_dir", folder / "run"]
+    done = program(folder, *words, "--reward.functions", both)
+    assert done.returncode == 2, (done.returncode, done.stderr)
+    message = done.stderr.strip().splitlines()[-1]
+    check_said(message, "reward green raised ZeroDivisionError", "1 steps are saved")
+    assert "terminate called" not in done.stderr and steps(folder / "run") == [1]
 
 
 @pytest.mark.parametrize("dry", [[], ["--dry_run"]])

@@ -3,6 +3,8 @@
 import contextlib
 import json
 import socket
+import subprocess
+import sys
 import threading
 import time
 
@@ -13,8 +15,9 @@ from PIL import Image
 
 from glm_grpo.data.basics import refusal
 from glm_grpo.rewards import remote
-from glm_grpo.rewards.calling import call_reward
+from glm_grpo.rewards.calling import RewardError, call_reward
 from glm_grpo.rewards.remote import MAX_ANSWER, RemoteError, RemoteReward, serve
+from glm_grpo.rewards.weighted import WeightedReward
 
 IMAGES = torch.rand(12, 3, 16, 16, generator=torch.Generator().manual_seed(0))
 IMAGES = (IMAGES * 255).round() / 255
@@ -219,6 +222,95 @@ def test_idle_connections_take_no_threads():
         client = RemoteReward(server.url, parallel=1, retries=0)
         assert client(IMAGES, PROMPTS).shape == (12,)
         assert threading.active_count() <= before + 1  # the client's own
+
+
+def test_a_request_whose_client_has_gone_is_not_scored():
+    "It waits for its turn behind a slow one. Of an impatient client nothing is scored."
+    scored, lines = [], []
+
+    def slow(images, prompts):
+        scored.append(prompts[0])
+        time.sleep(2)
+        return redness(images)
+
+    with serve(slow, log=lines.append) as server:
+        patient, impatient = RemoteReward(server.url), RemoteReward(server.url, 0.3, retries=0)
+        first = threading.Thread(target=patient, args=(IMAGES[:1], ["first"]))
+        first.start()
+        time.sleep(0.2)
+        for _ in range(2):
+            with pytest.raises(RemoteError, match="TimeoutError.*reward.time_limit"):
+                impatient(IMAGES[:1], ["gone"])
+        first.join()
+        assert patient(IMAGES[:1], ["last"]).shape == (1,)
+    assert scored == ["first", "last"]
+    assert sum("the client has gone" in line for line in lines) == 2
+
+
+class Restarts(BrokenServer):
+    "Stops to listen in the middle of its first request, and is back after some seconds."
+
+    def __init__(self, seconds):
+        self.seconds, self.away = seconds, None
+        super().__init__(self.score)
+
+    def score(self, server, line, head):
+        if not self.away:
+            self.away = time.monotonic()
+            self.health = HEALTH | {"wants": None}
+            self.listening.close()
+            threading.Timer(self.seconds, self.again).start()
+            return
+        line.sendall(GOOD)
+
+    def again(self):
+        address = ("127.0.0.1", int(self.url.rpartition(":")[2]))
+        self.listening = socket.create_server(address)
+        threading.Thread(target=self.run, daemon=True).start()
+
+
+@pytest.mark.parametrize("patience", [0, 20])
+def test_a_server_that_restarts_is_waited_for(patience, capsys):
+    "Two requests at a time: one line; the time limit of the sum does not count meanwhile."
+    with Restarts(3) as server:
+        client = RemoteReward(server.url, batch_size=2, patience=patience)
+        reward = WeightedReward({"far": client}, {"far": 1.0}, time_limit=2)
+        if patience:
+            assert reward(IMAGES[:4], PROMPTS[:4]).tolist() == [1, 2, 1, 2]
+        else:
+            with pytest.raises(RewardError, match="far raised RemoteError.*ConnectError"):
+                reward(IMAGES[:4], PROMPTS[:4])
+            time.sleep(3)
+    assert capsys.readouterr().out.count("(reward.remote_patience)") == bool(patience)
+
+
+def test_a_server_that_is_waited_for_in_vain_is_told_in_time():
+    with Restarts(60) as server:
+        client, begin = RemoteReward(server.url, patience=2), time.monotonic()
+        with pytest.raises(RemoteError, match="ConnectError"):
+            client(IMAGES[:2], PROMPTS[:2])
+        assert 2 < time.monotonic() - begin < 8
+        server.listening = socket.create_server(("127.0.0.1", 0))
+
+
+def test_a_program_does_not_wait_for_a_server_that_hangs():
+    "The time limit ends the call; the end of the program used to wait for all retries."
+    program = """if True:
+        import sys, torch
+        from glm_grpo.rewards.calling import RewardError
+        from glm_grpo.rewards.remote import RemoteReward
+        from glm_grpo.rewards.weighted import WeightedReward
+
+        parts = {"far": RemoteReward(sys.argv[1], timeout=30)}
+        try:
+            WeightedReward(parts, {"far": 1.0}, time_limit=1)(torch.zeros(2, 3, 8, 8), ["a", "b"])
+        except RewardError as error:
+            sys.exit(f"error: {error}")
+    """
+    with BrokenServer(hang) as server:
+        words = [sys.executable, "-c", program, server.url]
+        done = subprocess.run(words, capture_output=True, text=True, timeout=25)
+    assert done.returncode == 1 and done.stderr.startswith("error: The reward far has not"), done
 
 
 def test_a_body_that_is_too_large_is_told(monkeypatch):

@@ -91,3 +91,40 @@ def test_a_program_ends_while_a_part_still_works():
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0 and done.stderr == ""
     assert "has not answered within 0.1 s" in done.stdout
+
+
+COMPUTES = {  # in the thread of a part, for longer than the program lives
+    "many operations": "while True: (images * 2).mean((1, 2, 3))",
+    "one operation": "torch.linalg.svd(torch.rand(1500, 1500))",
+}
+ENDS = {"a script": "sys.exit(2)", "our programs": "leave(2)"}
+
+
+@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize("work", COMPUTES)
+def test_a_program_ends_while_a_part_computes(work, end):
+    "PyTorch's code in a thread aborts a process whose Python is shut down (status 134)."
+    program = f"""if True:
+        import sys, time, torch
+        from glm_grpo.rewards.calling import RewardError
+        from glm_grpo.rewards.weighted import WeightedReward
+        from glm_grpo.training.interrupts import leave
+
+        def computes(images):
+            {COMPUTES[work]}
+
+        def breaks(images):
+            time.sleep(0.3)
+            raise ValueError("out of order")
+
+        parts = {{"heavy": computes, "broken": breaks}}
+        reward = WeightedReward(parts, {{"heavy": 1, "broken": 1}})
+        try:
+            reward.score(torch.zeros(1, 3, 2, 2), ["one"])
+        except RewardError as error:
+            print(error)
+        {ENDS[end]}
+    """
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr == "", (done.returncode, done.stderr)
+    assert "broken raised ValueError: out of order" in done.stdout

@@ -106,6 +106,7 @@ class Brought(NamedTuple):
     functions: dict[str, str] = {}  # name -> file.py:name
     models: dict[str, str] = {}  # metric -> folder or hub id
     remote: dict[str, str] = {}  # name -> URL
+    remote_options: dict[str, float] = {}  # timeout, patience: seconds, of `RemoteReward`
 
 
 class Metric(NamedTuple):
@@ -259,7 +260,7 @@ def make_metric(
     if name in brought.remote:
         from glm_grpo.rewards.remote import RemoteReward
 
-        return RemoteReward(brought.remote[name])
+        return RemoteReward(brought.remote[name], **brought.remote_options)
     made = pkgutil.resolve_name(f"glm_grpo.{METRICS[name].place}")
     if not METRICS[name].has_weights:
         return made() if inspect.isclass(made) else made

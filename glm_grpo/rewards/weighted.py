@@ -7,10 +7,12 @@ __all__ = ['weigh', 'Worker', 'Scores', 'WeightedReward', 'Judging']
 
 # %% ../../nbs/4_rewards/02_weighted.ipynb #c002
 import atexit
+import ctypes
 import functools
 import math
 import queue
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import FIRST_EXCEPTION, Future
@@ -40,6 +42,8 @@ def _serve(jobs):
     if not torch.accelerator.is_available():
         torch.set_num_threads(1)  # of this thread and later ones, not of the main thread
     for answer, call, device in iter(jobs.get, None):
+        if not answer.set_running_or_notify_cancel():
+            continue
         try:
             if device is not None:
                 torch.cuda.set_device(device)
@@ -48,13 +52,26 @@ def _serve(jobs):
             answer.set_exception(error)
 
 
-def _dismiss(jobs, thread):
-    """Let a worker's thread end, and wait for it for a second at most.
+_jobs = weakref.WeakKeyDictionary()  # thread of a worker -> its queue
 
-    A thread that wakes up while Python shuts down would abort the process.
+
+@atexit.register
+def _dismiss():
+    """Interrupt what workers still do, and wait for them for a second at most.
+
+    PyTorch computes without the interpreter's lock. A thread that wants it back while Python shuts
+    down would abort the process. A thread that sleeps, or waits for a server, does no harm.
     """
-    jobs.put(None)
-    thread.join(1)
+    threads = [thread for thread in _jobs if thread.is_alive()]
+    for thread in threads:
+        _jobs[thread].put(None)
+    begin = time.monotonic()
+    for end in (begin + 0.1, begin + 1):
+        for thread in threads:
+            thread.join(max(0, end - time.monotonic()))
+            if thread.is_alive():  # it works: the exception comes between two operations
+                ident = ctypes.c_ulong(thread.ident)
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(SystemExit))
 
 
 class Worker:
@@ -65,7 +82,7 @@ class Worker:
         thread = threading.Thread(target=_serve, args=(self.jobs,), daemon=True, name=name)
         thread.start()
         weakref.finalize(self, self.jobs.put, None)
-        atexit.register(_dismiss, self.jobs, thread)
+        _jobs[thread] = self.jobs
 
     def begin(self, call: Callable) -> Future:
         "Let the thread make a call on this thread's CUDA device, and do not wait for it."
@@ -120,14 +137,21 @@ class WeightedReward:
         self,
         answers: dict[str, Future],  # of `ask`
     ) -> dict[str, Tensor]:  # part -> [N] float32, NaN where it has nothing to score
-        """Wait until all have answered, or one has failed.
+        """Wait until all have answered, or one has failed. While a part is `waiting`, as for a
+        server that restarts, the time does not count.
 
         Raises UserError and RewardError as `call_reward`, and RewardError with the name of a part
         that takes too long.
         """
-        wait_for(answers.values(), self.time_limit, FIRST_EXCEPTION)
-        for answer in filter(Future.done, answers.values()):
-            answer.result()  # raises what the part raised
+        left = math.inf if self.time_limit is None else self.time_limit  # seconds
+        missing = answers
+        while missing and left > 0:
+            begin = time.monotonic()
+            _, missing = wait_for(answers.values(), min(left, 1.0), FIRST_EXCEPTION)
+            for answer in filter(Future.done, answers.values()):
+                answer.result()  # raises what the part raised
+            if not any(getattr(self.parts[name], "waiting", False) for name in answers):
+                left -= time.monotonic() - begin
         for name, answer in answers.items():
             if not answer.done():
                 raise RewardError(

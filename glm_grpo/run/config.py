@@ -6,13 +6,14 @@
 __all__ = ['LARGEST_SIDE', 'OF_THE_TINY_MODEL', 'OPTIONS', 'RENAMED', 'GONE', 'MOVED', 'ModelConfig', 'LengthOptions',
            'TrainingConfig', 'RewardConfig', 'size_problem', 'DataConfig', 'Config', 'reward_weights',
            'brought_by_user', 'image_height_width', 'tracker_names', 'trainer_options', 'denoising_problems',
-           'weight_problems', 'tracker_problems', 'reward_problems', 'is_large', 'default_problems', 'check_config',
-           'to_yaml', 'translate']
+           'weight_problems', 'has_wandb_key', 'tracker_problems', 'reward_problems', 'is_large', 'default_problems',
+           'check_config', 'to_yaml', 'translate']
 
 # %% ../../nbs/6_run/01_config.ipynb #n005
 import dataclasses
 import importlib.util
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -185,8 +186,15 @@ class RewardConfig:
     time_limit: float = option(
         600.0,
         "seconds in which the reward of a batch must be ready; a part that takes longer is an "
-        "error with its name",
+        "error with its name; also of each request to a server of reward.remote",
         above(0),
+    )
+    remote_patience: float = option(
+        10.0,
+        "minutes in which a server of reward.remote that fails during a run, such as one that "
+        "restarts, must answer /health again; they do not count for reward.time_limit; 0: it is "
+        "asked again after half a second and after one second",
+        at_least(0),
     )
     normalise: Literal["none", "group"] = option("none", NORMALISE)
     grpo: GRPOOptions = field(default_factory=GRPOOptions)
@@ -295,7 +303,8 @@ def brought_by_user(config: Config) -> Brought:
     reward, taken = config.reward, tuple(METRICS)
     functions = named_functions(reward.functions, taken)
     functions |= named_functions(reward.dit_functions, taken)
-    return Brought(functions, reward.models or {}, reward.remote or {})
+    waits = {"timeout": reward.time_limit, "patience": 60 * reward.remote_patience}
+    return Brought(functions, reward.models or {}, reward.remote or {}, waits)
 
 # %% ../../nbs/6_run/01_config.ipynb #n038
 def image_height_width(config: Config) -> tuple[int, int]:
@@ -375,13 +384,31 @@ def weight_problems(config: Config) -> Iterator[str]:
         )
 
 # %% ../../nbs/6_run/01_config.ipynb #kn016
+def has_wandb_key() -> bool:
+    "Whether W&B starts without a question: it has a key, or works offline."
+    import wandb
+
+    if wandb.setup().settings.mode in ("offline", "disabled", "dryrun"):
+        return True
+    try:
+        return wandb.login(prompt=False, verify=False)
+    except TypeError:  # older versions know no `prompt`
+        return bool(wandb.api.api_key)
+
+
 def tracker_problems(config: Config) -> Iterator[str]:
-    "Trackers that do not exist or are not installed."
+    "Trackers that do not exist or are not installed, and W&B without a key."
+    writes = os.environ.get("RANK", "0") in ("", "0")
     for name in tracker_names(config):
         if not importlib.util.find_spec(name):
             yield (
                 f"training.trackers {name}: there is no such tracker, or its package is not "
                 "installed. Install it with pip, or take tensorboard, which is."
+            )
+        elif name == "wandb" and writes and not has_wandb_key():
+            yield (
+                "training.trackers wandb: W&B has no key. Run `wandb login`, set the environment "
+                "variable WANDB_API_KEY, or WANDB_MODE=offline, or leave this tracker out."
             )
 
 # %% ../../nbs/6_run/01_config.ipynb #kn019
@@ -460,7 +487,9 @@ def check_config(
     check_options(config)
     rules = [*default_problems(config, trains), *loss_problems(config.reward.grpo)]
     rules += [*denoising_problems(config), *weight_problems(config)]
-    refuse([*rules, *tracker_problems(config), *reward_problems(config)])
+    if trains:  # evaluations write no curves
+        rules += tracker_problems(config)
+    refuse([*rules, *reward_problems(config)])
 
 # %% ../../nbs/6_run/01_config.ipynb #n049
 def to_yaml(config: Config) -> str:

@@ -4,9 +4,10 @@
 
 # %% auto #0
 __all__ = ['STATUSES', 'Stopped', 'signal_name', 'ending_signals', 'uncut', 'Interrupts', 'tell_at_once', 'leave_at_once',
-           'SteadyStream', 'steady_output', 'take_debug', 'tell_end', 'NotFinite', 'remedy']
+           'SteadyStream', 'steady_output', 'take_debug', 'tell_end', 'leave', 'NotFinite', 'remedy']
 
 # %% ../../nbs/5_training/02_interrupts.ipynb #n009
+import atexit
 import contextlib
 import os
 import signal
@@ -16,7 +17,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
-from typing import IO, Any
+from typing import IO, Any, NoReturn
 
 from ..data.basics import UserError
 
@@ -210,6 +211,18 @@ def tell_end(error: BaseException, debug: bool = False) -> int:
         text += "" if debug else " --debug shows the traceback."
     print(f"\nerror: {text}", file=sys.stderr)
     return status
+
+
+def leave(status: int) -> NoReturn:
+    """End the process. A thread that still works, such as a reward, ends with it: Python's own end
+    would let it go on in the middle, and PyTorch's code in it aborts the process then."""
+    atexit._run_exitfuncs()  # rewards have a second, trackers write
+    if any(t.daemon for t in threading.enumerate() if t is not threading.current_thread()):
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(AttributeError, OSError, ValueError):  # closed
+                stream.flush()
+        os._exit(status)
+    sys.exit(status)
 
 # %% ../../nbs/5_training/02_interrupts.ipynb #n037
 class NotFinite(UserError):
