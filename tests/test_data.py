@@ -398,6 +398,10 @@ def test_lines_of_published_benchmarks_keep_their_keys(tmp_path, others):
         ("default/fold1/0000 default/fold1/0001", [0, 1]),
         ("part1 part2", [0, 1]),
         ("latest1 latest2", [0, 1]),
+        (
+            "data/train_sft-00000-of-00001 data/train_gen-00000-of-00001",
+            "splits: train_gen, train_sft",
+        ),
         ("0000 0001", [0, 1]),
         ("data/0000 data/0001", [0, 1]),
         ("data/test-00000-of-00001 data/validation-00000-of-00001", "splits: test, validation"),

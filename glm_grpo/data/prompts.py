@@ -199,12 +199,12 @@ _SPLIT = re.compile("(partial-)?(train|test)(ing)?|valid(ation)?|val|dev|eval(ua
 
 def _split_of(folders, name):
     "The split of a Parquet file, and its other folders: the configuration. Both may be empty."
-    word = re.search(rf"(?<![a-z])({_SPLIT.pattern})(?![a-z])", name)
-    shard = re.fullmatch(r"(.+)-\d{5}-of-\d{5}.*", name)  # of a split with a name of its own
+    shard = re.fullmatch(r"(.+)-\d{5}-of-\d{5}.*", name)
+    word = shard or re.search(rf"(?<![a-z])({_SPLIT.pattern})(?![a-z])", name)
     known = [one for one in folders if _SPLIT.fullmatch(one)]
     folders = [one for one in folders if one != "data" and one not in known]
-    if word or shard:
-        split = (word or shard)[1]
+    if word:
+        split = word[1]
     elif known:
         split = known[-1]
     else:  # SPLIT/0000.parquet
@@ -303,9 +303,7 @@ def _text_files(path):
     "The .txt files of a folder without a dataset, 2.txt before 10.txt."
     if not os.path.isdir(path) or [*path.rglob("*.parquet"), *path.rglob("*.arrow")]:
         return []
-    files = path.glob("[!.]*.txt")
-    padded = {file: re.sub(r"\d+", lambda n: n[0].zfill(20), file.stem) for file in files}
-    return sorted(padded, key=padded.get)
+    return sorted(path.glob("[!.]*.txt"), key=lambda file: (len(file.name), file.name))
 
 
 def is_table(
