@@ -240,7 +240,8 @@ def test_datasets_that_are_none_are_refused(tmp_path, flowers):
     flowers.remove_columns("text").to_parquet(tmp_path / "mute.parquet")
     assert "no column 'prompt'" in refusal(read_rows, tmp_path / "mute.parquet")
     (tmp_path / "nothing").mkdir()
-    assert "nothing: " in refusal(read_rows, tmp_path / "nothing")
+    write(tmp_path / "nothing" / "text_prompts.jsonl", '{"prompt": "a"}')
+    assert "nothing: no Parquet" in refusal(read_rows, tmp_path / "nothing")
     half = flowers.to_dict()
     half["image"][1]["bytes"] = half["image"][1]["bytes"][:50]
     flowers.from_dict(half).to_parquet(tmp_path / "half.parquet")

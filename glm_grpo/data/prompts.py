@@ -270,6 +270,10 @@ def _read_dataset(path):
             tables = (parquet.ParquetFile(file, **few) for file in files)
             parts = (one.iter_batches(64, columns=needed(one.schema_arrow)) for one in tables)
             batches = itertools.chain.from_iterable(parts)
+        elif not any(path.glob("*.json")):  # of a saved dataset: state.json, dataset_dict.json
+            raise ValueError(
+                "no Parquet, no saved dataset, no .txt files; name a file in it"
+            )
         else:
             found = datasets.load_from_disk(str(path))
             if isinstance(found, dict):
