@@ -271,9 +271,7 @@ def _read_dataset(path):
             parts = (one.iter_batches(64, columns=needed(one.schema_arrow)) for one in tables)
             batches = itertools.chain.from_iterable(parts)
         elif not any(path.glob("*.json")):  # of a saved dataset: state.json, dataset_dict.json
-            raise ValueError(
-                "no Parquet, no saved dataset, no .txt files; name a file in it"
-            )
+            raise ValueError("no Parquet, no saved dataset, no .txt files; name a file in it")
         else:
             found = datasets.load_from_disk(str(path))
             if isinstance(found, dict):
@@ -288,8 +286,6 @@ def _read_dataset(path):
                     where = f"{path}, row {len(rows) + 1}, {field.name}"
                     row[field.name] = _unpack(row[field.name], field.type, where)
                 rows.append(row)
-    except UserError:
-        raise
     except Exception as error:
         # datasets and pyarrow raise OSError, ArrowInvalid...; all mean the same to the user
         reason = " ".join(str(error).split())[:200]
