@@ -609,6 +609,7 @@ def test_grey_levels_above_255_keep_their_brightness(tmp_path, name, levels, mod
     Image.fromarray(levels).save(tmp_path / name, exif=exif)
     with Image.open(tmp_path / name) as image:
         assert image.mode == mode
+        assert pil_to_tensor(image).mean().item() == pytest.approx(0.5, abs=1e-4)
     pixels = np.asarray(load_image(tmp_path / name))
     assert pixels.shape == (256, 256, 3)
     assert pixels.mean() == pytest.approx(127.5, abs=0.01)

@@ -24,6 +24,17 @@ from torch import Tensor
 from .basics import UserError, check_path
 
 # %% ../../nbs/2_data/03_images.ipynb #n007
+def _eight_bits(image):
+    """An image with 8 bits. Grey levels of whole numbers end at 65,535 (PIL's I;16, also I, where
+    the largest may say otherwise), of floats at 1, 255 or 65,535, the first that holds all."""
+    if image.mode[0] not in "IF":  # I, F, I;16, I;16B
+        return image
+    levels = np.nan_to_num(np.asarray(image, np.float64))
+    ends = [65535] if "16" in image.mode else [1, 255, 65535, 2**31 - 1][image.mode == "I" :]
+    white = next((end for end in ends if levels.max() <= end), levels.max())
+    return Image.fromarray((levels * (255 / white)).round().clip(0, 255).astype(np.uint8))
+
+
 def pil_to_tensor(
     images: Image.Image | Iterable[Image.Image],  # one image, or N images of the same size
 ) -> Tensor:  # [N, 3, H, W] float32 in [0, 1]
@@ -31,7 +42,7 @@ def pil_to_tensor(
     images = [images] if isinstance(images, Image.Image) else list(images)
     if len({image.size for image in images}) != 1:
         raise ValueError(f"{len(images)} images: give at least one, and all of one size.")
-    arrays = [np.asarray(image.convert("RGB")) for image in images]
+    arrays = [np.asarray(_eight_bits(image).convert("RGB")) for image in images]
     return torch.from_numpy(np.stack(arrays)).permute(0, 3, 1, 2).float() / 255
 
 # %% ../../nbs/2_data/03_images.ipynb #n010
@@ -49,7 +60,7 @@ def image_address(
     side: int,  # pixels: a longer side is reduced to it
 ) -> str:
     "A JPEG as an address that holds the image itself, for a page that needs no other file."
-    small, data = image.convert("RGB"), io.BytesIO()
+    small, data = _eight_bits(image).convert("RGB"), io.BytesIO()
     small.thumbnail((side, side))
     small.save(data, "JPEG", quality=90, subsampling=0)
     return f"data:image/jpeg;base64,{base64.b64encode(data.getvalue()).decode()}"
@@ -83,15 +94,6 @@ class PackedImage:
         return self.name
 
 
-def _eight_bits(image):
-    """A grey image with 8 bits. Whole numbers have 16 bits (PIL's I;16), fewer or more if their
-    largest says so; floats end at 1, 255 or 65,535, the first that holds their largest."""
-    levels = np.nan_to_num(np.asarray(image, np.float64))
-    ends = [65535] if "16" in image.mode else [1, 255, 65535, 2**31 - 1][image.mode == "I" :]
-    white = next((end for end in ends if levels.max() <= end), levels.max())
-    return Image.fromarray((levels * (255 / white)).round().clip(0, 255).astype(np.uint8))
-
-
 def load_image(
     path: str | Path | PackedImage,  # an image file of any format that PIL reads
 ) -> Image.Image:  # RGB
@@ -105,8 +107,7 @@ def load_image(
         with Image.open(io.BytesIO(path.data) if packed else path) as image:
             image.load()
             upright = ImageOps.exif_transpose(image)
-            if upright.mode[0] in "IF":  # I, F, I;16, I;16B: one channel, above 8 bits
-                upright = _eight_bits(upright)
+            upright = _eight_bits(upright)
             if upright.has_transparency_data:
                 white = Image.new("RGBA", upright.size, "white")
                 upright = Image.alpha_composite(white, upright.convert("RGBA"))
