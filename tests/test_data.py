@@ -240,7 +240,8 @@ def test_datasets_that_are_none_are_refused(tmp_path, flowers):
     flowers.remove_columns("text").to_parquet(tmp_path / "mute.parquet")
     assert "no column 'prompt'" in refusal(read_rows, tmp_path / "mute.parquet")
     (tmp_path / "nothing").mkdir()
-    assert "nothing: " in refusal(read_rows, tmp_path / "nothing")
+    write(tmp_path / "nothing" / "text_prompts.jsonl", '{"prompt": "a"}')
+    assert "nothing: no Parquet" in refusal(read_rows, tmp_path / "nothing")
     half = flowers.to_dict()
     half["image"][1]["bytes"] = half["image"][1]["bytes"][:50]
     flowers.from_dict(half).to_parquet(tmp_path / "half.parquet")
@@ -255,6 +256,230 @@ def test_images_in_cells_are_sources_of_edits(tmp_path):
     item = I2IDataset(tmp_path / "edits.parquet", None, image_size=4)[1]
     assert item["source"][0].getpixel((0, 0)) == COLORS[1]
     assert torch.equal(item["target"][:, 0, 0], torch.tensor(COLORS[0]) / 255)
+
+
+GENEVAL = [
+    {
+        "tag": "counting",
+        "include": [{"class": "cat", "count": 3}],
+        "exclude": [{"class": "cat", "count": 4}],
+        "prompt": "a photo of three cats",
+    },
+    {
+        "tag": "colors",
+        "include": [{"class": "car", "count": 1, "color": "red"}],
+        "prompt": "a photo of a red car",
+    },
+    {
+        "tag": "position",
+        "include": [
+            {"class": "cat", "count": 1},
+            {"class": "dog", "count": 1, "position": ["right of", 0]},
+        ],
+        "prompt": "a photo of a dog right of a cat",
+    },
+]
+
+
+def test_rows_of_geneval_are_the_same_from_each_kind_of_file(tmp_path):
+    "Tables give absent keys as None; datasets 5 gives clauses of mixed types as JSON text."
+    datasets = pytest.importorskip("datasets")
+    lines = write(tmp_path / "g.jsonl", "\n".join(map(json.dumps, GENEVAL)))
+    expected = read_rows(lines)[0]
+    assert expected[1]["metadata"] == {key: GENEVAL[1][key] for key in ("tag", "include")}
+    plain = datasets.Dataset.from_list(GENEVAL[:2])
+    assert plain[0]["include"][0]["color"] is None and plain[1]["exclude"] is None
+    found = [(plain, expected[:2])]
+    if hasattr(datasets, "Json"):
+        mixed = datasets.load_dataset("json", data_files=str(lines), cache_dir=tmp_path / "cache")
+        found.append((mixed["train"], expected))
+    for i, (dataset, records) in enumerate(found):
+        dataset.to_parquet(tmp_path / f"{i}.parquet")
+        dataset.save_to_disk(tmp_path / f"saved_{i}")
+        assert read_rows(tmp_path / f"{i}.parquet")[0] == records
+        assert read_rows(tmp_path / f"saved_{i}")[0] == records
+    rows = ["prompt,tag,include,exclude"]
+    for row in GENEVAL:
+        clauses = [json.dumps(row[key]) if key in row else "" for key in ("include", "exclude")]
+        cells = [row["prompt"], row["tag"], *clauses]
+        rows.append(",".join('"' + cell.replace('"', '""') + '"' for cell in cells))
+    records = read_rows(write(tmp_path / "g.csv", "\n".join(rows)))[0]
+    for record in records:
+        if not record["metadata"]["exclude"]:
+            del record["metadata"]["exclude"]
+    assert records == expected
+    pythons = "prompt,include\na cat,\"[{'class': 'cat', 'count': 1}]\""  # as pandas writes it
+    assert "row 1, include: not valid JSON" in refusal(
+        read_rows, write(tmp_path / "p.csv", pythons)
+    )
+
+
+def test_a_tsv_has_one_row_per_line(tmp_path):
+    lines = ["Prompt\tCategory\tNote", '"G O" in paint\tWords\t', '"open\tWords\t"', "a cat\tA\tb"]
+    records = read_rows(write(tmp_path / "parti.tsv", "\n".join(lines) + "\n"))[0]
+    assert [record["prompt"] for record in records] == ['"G O" in paint', '"open', "a cat"]
+    assert records[1]["metadata"] == {"Category": "Words", "Note": '"'}
+    spreadsheet = 'prompt\tn\n"a sign ""GO"" there"\t1\n"STOP"\t2\n'
+    records = read_rows(write(tmp_path / "sheet.tsv", spreadsheet))[0]
+    assert [record["prompt"] for record in records] == ['a sign "GO" there', '"STOP"']
+    all_quoted = '"prompt"\t"n"\n"two\nlines"\t"1"\n'
+    assert read_rows(write(tmp_path / "all.tsv", all_quoted))[0][0]["prompt"] == "two\nlines"
+    one = read_rows(write(tmp_path / "one.tsv", "prompt\na cat, a dog; a fish\n"))[0]
+    assert one == [{"prompt": "a cat, a dog; a fish"}]
+    short = write(tmp_path / "short.tsv", 'prompt\tn\na\t1\n"two\nlines"\t2\n')
+    assert "row 2: fewer cells" in refusal(read_rows, short)
+
+
+def test_a_folder_of_txt_files_has_one_prompt_per_file(tmp_path):
+    for name in ("10.txt", "2.txt", "whoops9.txt"):
+        write(tmp_path / name, f"the prompt of {name}")
+    write(tmp_path / "10.png", "")
+    dataset = T2IDataset(tmp_path)
+    assert dataset.prompts == [
+        f"the prompt of {name}" for name in ("2.txt", "10.txt", "whoops9.txt")
+    ]
+    assert dataset.where(1) == str(tmp_path / "10.txt")
+    write(tmp_path / "color_val.txt", "a red cat\na blue dog\n")
+    message = refusal(read_rows, tmp_path)
+    assert "color_val.txt: several lines" in message and "data.prompts_file" in message
+    assert len(read_rows(tmp_path / "color_val.txt")[0]) == 2
+
+
+@pytest.mark.parametrize(
+    "header, note",
+    [
+        ("Prompts,Category", ["column 'Prompts' as prompt"]),  # DrawBench
+        ("index,prompt_en,sub_dims_en", ["column 'prompt_en' as prompt"]),  # UniGenBench
+        ("index,prompt_zh,sub_dims_zh", ["column 'prompt_zh' as prompt"]),
+        ("prompt,image_path,text", []),
+    ],
+)
+def test_columns_of_published_benchmarks(tmp_path, header, note):
+    row = ",".join(f"x{i}" for i in range(header.count(",") + 1))
+    records, _, notes = read_rows(write(tmp_path / "b.csv", f"{header}\n{row}\n"))
+    at = [name.lower().startswith("prompt") for name in header.split(",")].index(True)
+    assert records[0]["prompt"] == f"x{at}" and notes == note
+    assert len(records[0]["metadata"]) == header.count(",")
+
+
+@pytest.mark.parametrize(
+    "others",
+    [
+        {"category": "sign", "text": ["OPEN", "NOW"], "text_length": 2},  # LongText-Bench
+        {"index": 0, "carrier_list": ["a sign"], "sentence_list": ["a sign says 'GO'"]},  # CVTG-2K
+        {"human_preference": [1, 0], "file_path": ["0.jpg", "1.jpg"]},  # HPDv2, train
+        {"rank": [1], "image_path": ["0.jpg"], "raw_annotations": [{"rank": [1]}]},  # HPDv2, test
+        {"tag": None, "include": None, "exclude": None},  # of another task, from a table
+    ],
+)
+def test_lines_of_published_benchmarks_keep_their_keys(tmp_path, others):
+    line = json.dumps({"prompt": "a sign"} | others)
+    records = read_rows(write(tmp_path / "bench.jsonl", line))[0]
+    assert records == [{"prompt": "a sign", "metadata": others}]
+    texts = others.get("text")
+    if texts:  # the same in CSV
+        cell = json.dumps(texts).replace('"', '""')
+        table = write(tmp_path / "bench.csv", f'prompt,text\na sign,"{cell}"\n')
+        assert read_rows(table)[0][0]["metadata"] == {"text": texts}
+
+
+@pytest.mark.parametrize(
+    "files, read",
+    [
+        ("default/train/0000 default/train/0001 default/test/0000", [0, 1]),
+        ("default/partial-train/0000 default/partial-test/0000", [0]),
+        ("a/train-00000-of-00002 a/train-00001-of-00002 a/test-00000-of-00001", [0, 1]),
+        ("data/test-00000-of-00001-0a1b data/train-00000-of-00001-0a1b", [1]),
+        ("train/0000 validation/0000", [0]),
+        ("train/shard1 train/shard2 val/shard1", [0, 1]),
+        ("flowers_test flowers_train", [1]),
+        ("training testing", [0]),
+        ("train2017 val2017", [0]),
+        ("data/test-00000-of-00001", [0]),
+        ("default/fold1/0000 default/fold1/0001", [0, 1]),
+        ("part1 part2", [0, 1]),
+        ("latest1 latest2", [0, 1]),
+        (
+            "data/train_sft-00000-of-00001 data/train_gen-00000-of-00001",
+            "splits: train_gen, train_sft",
+        ),
+        ("0000 0001", [0, 1]),
+        ("data/0000 data/0001", [0, 1]),
+        ("data/test-00000-of-00001 data/validation-00000-of-00001", "splits: test, validation"),
+        ("default/fold1/0000 default/fold2/0000", "splits: fold1, fold2"),
+        ("data/fold1-00000-of-00001 data/fold2-00000-of-00001", "splits: fold1, fold2"),
+        ("default/train/0000 hard/train/0000", "configurations: default, hard"),
+        ("default/train/0000 hard/test/0000", "configurations: default, hard"),
+        ("easy/train-00000-of-00001 hard/train-00000-of-00001", "configurations: easy, hard"),
+        ("train-00000-of-00001 partial-train-00000-of-00001", "splits: partial-train, train"),
+    ],
+)
+def test_one_split_of_one_configuration_is_read(tmp_path, files, read):
+    "The hub's folders of Parquet files, of which each has its number as its prompt."
+    pytest.importorskip("datasets")
+    import pyarrow
+    import pyarrow.parquet
+
+    for i, name in enumerate(files.split()):
+        file = tmp_path / f"{name}.parquet"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        pyarrow.parquet.write_table(pyarrow.table({"prompt": [f"prompt {i}"]}), file)
+    if isinstance(read, str):
+        message = refusal(read_rows, tmp_path)
+        assert read in message and "data.prompts_file" in message
+        if read.startswith("configurations"):
+            folder = next(one for one in tmp_path.iterdir() if one.is_dir())
+            assert len(read_rows(folder)[0]) == 1
+    else:
+        assert [row["prompt"] for row in read_rows(tmp_path)[0]] == [f"prompt {i}" for i in read]
+
+
+def test_an_image_column_with_paths_is_read_by_its_paths(tmp_path):
+    pytest.importorskip("datasets")
+    import pyarrow
+    import pyarrow.parquet
+
+    save_images(tmp_path, ["0.png", "1.png"])
+    names, files = ["0.png", "1.png"], [tmp_path / "0.png", tmp_path / "1.png"]
+    forms = {
+        "objects": [{"bytes": None, "path": name} for name in names],
+        "paths": names,
+        "binary": [file.read_bytes() for file in files],
+        "struct": [{"bytes": file.read_bytes()} for file in files],
+        "some": [None, "1.png"],
+        "urls": ["https://a.org/0.png", "https://a.org/1.png"],
+    }
+    for form, cells in forms.items():
+        path = tmp_path / f"{form}.parquet"
+        pyarrow.parquet.write_table(pyarrow.table({"prompt": ["a", "b"], "image": cells}), path)
+    for form in ("objects", "paths", "binary", "struct"):
+        target = T2IDataset(tmp_path / f"{form}.parquet")[1]["target"]
+        assert torch.equal(target[:, 0, 0], torch.tensor(COLORS[1]) / 255)
+    assert "row 1: no 'target'" in refusal(T2IDataset, tmp_path / "some.parquet")
+    urls = T2IDataset(tmp_path / "urls.parquet")
+    assert urls.targets is None and urls[0]["metadata"] == {"image": "https://a.org/0.png"}
+    assert urls.notes == ["column 'image' as metadata: it names no image files"]
+    (tmp_path / "1.png").unlink()
+    assert "1.png: no such image" in refusal(T2IDataset, tmp_path / "objects.parquet")
+
+
+def test_only_the_columns_that_are_needed_are_read(tmp_path):
+    pytest.importorskip("datasets")
+    import pyarrow
+    import pyarrow.parquet
+
+    side = [{"bytes": os.urandom(100_000), "path": None} for _ in range(200)]  # 20 MB
+    lists = [[one["bytes"]] for one in side]
+    columns = {"prompt": ["a"] * 200, "n": range(200), "jpg_0": side, "jpgs": lists}
+    pyarrow.parquet.write_table(pyarrow.table(columns), tmp_path / "wide.parquet")
+    usual = pyarrow.default_memory_pool()
+    pool = pyarrow.proxy_memory_pool(usual)
+    pyarrow.set_memory_pool(pool)
+    try:
+        records = read_rows(tmp_path / "wide.parquet")[0]
+    finally:
+        pyarrow.set_memory_pool(usual)
+    assert records[3] == {"prompt": "a", "metadata": {"n": 3}} and pool.max_memory() < 2e6
 
 
 # which prompts are held out
@@ -359,6 +584,40 @@ def test_every_mode_becomes_rgb(tmp_path, mode):
     Image.new(mode, (4, 2)).save(tmp_path / "image.tiff")
     image = load_image(tmp_path / "image.tiff")
     assert image.mode == "RGB" and image.size == (4, 2)
+
+
+LEVELS = np.arange(65536, dtype=np.uint16).reshape(256, 256)
+
+
+@pytest.mark.parametrize(
+    "name, levels, mode",
+    [
+        ("ramp.png", LEVELS, "I;16"),
+        ("ramp.tiff", LEVELS, "I;16"),
+        ("big_endian.tiff", LEVELS.astype(">u2"), "I;16B"),
+        ("whole.tiff", LEVELS.astype(np.int32), "I"),
+        ("unit.tiff", (LEVELS / 65535).astype(np.float32), "F"),
+        ("byte.tiff", (LEVELS / 257).astype(np.float32), "F"),
+        ("float.tiff", LEVELS.astype(np.float32), "F"),
+        ("rotated.png", LEVELS, "I;16"),
+    ],
+)
+def test_grey_levels_above_255_keep_their_brightness(tmp_path, name, levels, mode):
+    exif = Image.Exif()
+    if name == "rotated.png":
+        exif[274] = 6
+    Image.fromarray(levels).save(tmp_path / name, exif=exif)
+    with Image.open(tmp_path / name) as image:
+        assert image.mode == mode
+        assert pil_to_tensor(image).mean().item() == pytest.approx(0.5, abs=1e-4)
+    pixels = np.asarray(load_image(tmp_path / name))
+    assert pixels.shape == (256, 256, 3)
+    assert pixels.mean() == pytest.approx(127.5, abs=0.01)
+    assert (pixels.min(), pixels.max()) == (0, 255)
+    dark = Image.fromarray((levels / 1000).astype(levels.dtype))
+    if mode.startswith("I;16"):  # a dark image is not made brighter
+        dark.save(tmp_path / name)
+        assert np.asarray(load_image(tmp_path / name)).max() == 0
 
 
 def test_palette_with_a_transparent_colour_becomes_white(tmp_path):

@@ -48,6 +48,25 @@ def test_a_detector_that_sees_cats_only(folder):
     assert correct(IMAGES, METADATA).tolist() == [1, 0, 0]
 
 
+def test_rows_of_tables_and_of_other_tasks(folder):
+    "Absent keys come back as None; where there is nothing of GenEval's, there is no score."
+    judge, correct = (kind(folder, device="cpu") for kind in (GenEval, GenEvalCorrect))
+    judge.detector.class_predictor.bias.data[CLASSES.index("cat")] = 20
+    correct.detector = judge.detector
+    none = {"color": None, "position": None}
+    rows = []
+    for record in METADATA:
+        include = [none | clause for clause in record["include"]]
+        rows.append({"tag": None, "exclude": None} | record | {"include": include})
+    others = [{}, None, {"tag": None, "include": None, "exclude": []}, {"texts": ["OPEN"]}]
+    for reward in (judge, correct):
+        assert torch.equal(reward(IMAGES, rows), reward(IMAGES, METADATA))
+        mixed = reward(IMAGES[[0, 1, 0, 2]], [rows[0], others[0], others[2], rows[2]])
+        assert mixed[[0, 3]].tolist() == reward(IMAGES[[0, 2]], METADATA[::2]).tolist()
+        assert mixed[1:3].isnan().all()
+        assert reward(IMAGES[[0, 1, 2, 0]], others).isnan().all()
+
+
 def test_without_a_clip(folder):
     (folder / "clip").rename(folder / "elsewhere")
     assert str(folder / "clip") in refusal(GenEval, folder, device="cpu")

@@ -14,8 +14,10 @@ import io
 import itertools
 import json
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import torch
@@ -25,6 +27,7 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 
 from .basics import UserError, bundled, check_path, shown
 from glm_grpo.data.images import (
+    SUFFIXES,
     PackedImage,
     fit_image,
     height_width,
@@ -105,6 +108,9 @@ def _parse_json(text, where):
 # %% ../../nbs/2_data/04_prompts.ipynb #ccc34be
 _COLUMNS = {  # the name of a column -> key, the preferred names first
     "prompt": "prompt",
+    "prompts": "prompt",
+    "prompt_en": "prompt",
+    "prompt_zh": "prompt",
     "text": "prompt",
     "caption": "prompt",
     "target": "target",
@@ -112,6 +118,15 @@ _COLUMNS = {  # the name of a column -> key, the preferred names first
     "source": "source",
     "metadata": "metadata",
 }
+# the columns whose cells may be JSON, and how such a cell begins
+_JSON = dict.fromkeys(("source", "metadata", "include", "exclude"), ("[", "{"))
+_JSON |= dict.fromkeys(("text", "texts"), ('["', "['"))
+
+
+def _is_image(value):
+    "Whether a cell is an image, or the name of an image file."
+    is_name = isinstance(value, str) and "://" not in value
+    return isinstance(value, PackedImage) or is_name and Path(value).suffix.lower() in SUFFIXES
 
 
 def _table_records(rows, path):
@@ -121,41 +136,55 @@ def _table_records(rows, path):
     names = {name.strip().lower(): name for name in first}
     for name, key in _COLUMNS.items():
         # a URL or a number is not a target image
-        if name in names and (name != "image" or isinstance(first[names[name]], PackedImage)):
+        if name in names and (name != "image" or any(_is_image(row[names[name]]) for row in rows)):
             columns.setdefault(key, names[name])
     if "prompt" not in columns:
         raise UserError(
-            f"{path}: no row, or no column 'prompt', 'text' or 'caption'. The columns are "
-            f"{', '.join(first)}. Rename the one with the prompts."
+            f"{path}: no row, or no column 'prompt', 'prompts', 'text' or 'caption'. The columns "
+            f"are {', '.join(first)}. Rename the one with the prompts."
         )
     for number, row in enumerate(rows, 1):
+        for name in _JSON.keys() & names.keys():
+            column, value = names[name], row[names[name]]
+            is_json = isinstance(value, str) and value.startswith(_JSON[name])
+            if is_json and column != columns["prompt"]:
+                row[column] = _parse_json(value, f"{path}, row {number}, {column}")
         record = {key: row[one] for key, one in columns.items() if row[one] not in (None, "")}
-        for key in ("source", "metadata"):
-            value = record.get(key)
-            if isinstance(value, str) and value.startswith(("[", "{")):
-                record[key] = _parse_json(value, f"{path}, row {number}, {key}")
         others = {
             column: value
             for column, value in row.items()
-            if column not in columns.values() and not isinstance(value, (bytes, PackedImage))
+            if column not in columns.values() and not isinstance(value, (NoneType, PackedImage))
         }
         if others and isinstance(record.setdefault("metadata", {}), dict):
             others = json.loads(json.dumps(others, default=str))  # a date becomes a string
             record["metadata"] = others | record["metadata"]
         records.append(record)
-    return records, [f"column '{name}' as {key}" for key, name in columns.items() if name != key]
+    notes = [f"column '{name}' as {key}" for key, name in columns.items() if name != key]
+    if "image" in names and "target" not in columns:
+        notes.append(f"column '{names['image']}' as metadata: it names no image files")
+    return records, notes
 
 # %% ../../nbs/2_data/04_prompts.ipynb #c75726f
 def _read_csv(path):
     "The records of a CSV file, whose cells are strings, and notes. UserError names the row."
     text = read_text(path)
-    separator = max(",;\t", key=text.split("\n", 1)[0].count)
-    reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=separator, strict=True)
-    rows = []
+    head, rows = text.split("\n", 1)[0], []
+    is_tsv = path.suffix.lower() == ".tsv"
+    separator = "\t" if is_tsv else max(",;\t", key=head.count)
+    plain = is_tsv and '"' not in head  # quotes are letters
+    quoting = csv.QUOTE_NONE if plain else csv.QUOTE_MINIMAL
+    lines = io.StringIO(text, newline="")
+    reader = csv.DictReader(lines, delimiter=separator, quoting=quoting, strict=True)
     try:
         for row in reader:
             if None in row:  # what the header has no name for
                 raise csv.Error("more cells than in the first line")
+            if plain and None in row.values():
+                raise csv.Error("fewer cells than in the first line")
+            if plain:  # a spreadsheet doubles quotes within a quoted cell
+                for name, cell in row.items():
+                    if '""' in cell and re.fullmatch('"(?:[^"]|"")*"', cell):
+                        row[name] = cell[1:-1].replace('""', '"')
             rows.append(row)
     except csv.Error as error:
         raise UserError(
@@ -165,13 +194,54 @@ def _read_csv(path):
     return _table_records(rows, path)
 
 # %% ../../nbs/2_data/04_prompts.ipynb #c39d4a6
-def _unpack(value, where):
-    "The value of a cell, in which images as `datasets` stores them become `PackedImage`."
-    if isinstance(value, list):
-        return [_unpack(one, where) for one in value]
-    if isinstance(value, dict) and set(value) == {"bytes", "path"}:
-        return PackedImage(where, value["bytes"]) if value["bytes"] else value["path"]
-    return value
+_SPLIT = re.compile("(partial-)?(train|test)(ing)?|valid(ation)?|val|dev|eval(uation)?")
+
+
+def _split_of(folders, name):
+    "The split of a Parquet file, and its other folders: the configuration. Both may be empty."
+    shard = re.fullmatch(r"(.+)-\d{5}-of-\d{5}.*", name)
+    word = shard or re.search(rf"(?<![a-z])({_SPLIT.pattern})(?![a-z])", name)
+    known = [one for one in folders if _SPLIT.fullmatch(one)]
+    folders = [one for one in folders if one != "data" and one not in known]
+    if word:
+        split = word[1]
+    elif known:
+        split = known[-1]
+    else:  # SPLIT/0000.parquet
+        split = folders.pop() if folders and name.isdecimal() else ""
+    return split, "/".join(folders)
+
+
+def _split_files(folder):
+    """The Parquet files of a dataset's folder that are read, and the name of their split.
+    UserError: several configurations, or several splits and none to train on."""
+    files = sorted(folder.rglob("*.parquet"))
+    parts = [file.relative_to(folder).with_suffix("").parts for file in files]
+    splits, configurations = zip(*(_split_of(part[:-1], part[-1]) for part in parts), strict=True)
+    train = {one for one in splits if one.removeprefix("partial-") in ("train", "training")}
+    for kind, names in (("configurations", {*configurations}), ("splits", train or {*splits})):
+        if len(names) > 1:
+            raise UserError(
+                f"{folder}: several {kind}: {', '.join(one or '.' for one in sorted(names))}. "
+                "Set data.prompts_file to the folder or the file of one of them."
+            )
+    [split] = train or {*splits}
+    return [file for file, its in zip(files, splits) if its == split], split
+
+
+def _unpack(value, kind, where):
+    """The value of a cell of an Arrow type: JSON is read, empty values of objects are left out,
+    and images as `datasets` stores them become `PackedImage`."""
+    if isinstance(value, list) and hasattr(kind, "value_type"):
+        return [_unpack(one, kind.value_type, where) for one in value]
+    if isinstance(value, dict) and {"bytes"} <= set(value) <= {"bytes", "path"}:
+        return PackedImage(where, value["bytes"]) if value["bytes"] else value.get("path")
+    if isinstance(value, dict):
+        parts = {name: _unpack(one, kind.field(name).type, where) for name, one in value.items()}
+        return {name: one for name, one in parts.items() if one is not None}
+    if isinstance(value, bytes):
+        return PackedImage(where, value)
+    return _parse_json(value, where) if value and "arrow.json" in str(kind) else value
 
 
 def _read_dataset(path):
@@ -185,31 +255,55 @@ def _read_dataset(path):
             f"{path}: the package datasets is needed to read it. pip install "
             "'glm_grpo[datasets]', or save the prompts as .txt, .jsonl or .csv."
         ) from None
-    train = sorted(path.rglob("train*.parquet"))
-    files = [path] if path.is_file() else train or sorted(path.rglob("*.parquet"))
+    files, split = [path], ""
+    if path.is_dir():
+        files, split = _split_files(path) if any(path.rglob("*.parquet")) else ([], "")
+
+    def needed(schema):
+        return [c.name for c in schema if "binary" not in str(c.type) or c.name.lower() in _COLUMNS]
+
+    rows = []
     try:
         if files:
-            tables = map(parquet.read_table, files)
+            # in pieces: a row group may be the whole file
+            few = {"pre_buffer": False, "buffer_size": 2**20}  # bytes
+            tables = (parquet.ParquetFile(file, **few) for file in files)
+            parts = (one.iter_batches(64, columns=needed(one.schema_arrow)) for one in tables)
+            batches = itertools.chain.from_iterable(parts)
+        elif not any(path.glob("*.json")):  # of a saved dataset: state.json, dataset_dict.json
+            raise ValueError("no Parquet, no saved dataset, no .txt files; name a file in it")
         else:
             found = datasets.load_from_disk(str(path))
-            if train := isinstance(found, dict):
+            if isinstance(found, dict):
                 if "train" not in found:
                     raise ValueError(f"no split 'train'; name the folder of {' or '.join(found)}")
-                found = found["train"]
-            tables = found.with_format("arrow").iter(1000)
-        rows = [row for table in tables for row in table.to_pylist()]
+                found, split = found["train"], "train"
+            columns = needed(found.features.arrow_schema)
+            batches = found.select_columns(columns).with_format("arrow").iter(64)
+        for batch in batches:
+            for row in batch.to_pylist():
+                for field in batch.schema:
+                    where = f"{path}, row {len(rows) + 1}, {field.name}"
+                    row[field.name] = _unpack(row[field.name], field.type, where)
+                rows.append(row)
     except Exception as error:
         # datasets and pyarrow raise OSError, ArrowInvalid...; all mean the same to the user
         reason = " ".join(str(error).split())[:200]
         raise UserError(f"{path}: {reason}. Correct it, or save it again.") from None
-    for number, row in enumerate(rows, 1):
-        for column, value in row.items():
-            row[column] = _unpack(value, f"{path}, row {number}, {column}")
     records, notes = _table_records(rows, path)
-    return records, ["split 'train'"] * bool(train) + notes
+    return records, [f"split '{split}'"] * bool(split) + notes
 
 # %% ../../nbs/2_data/04_prompts.ipynb #cc37f4d
 _NOT_READ = (".json", ".arrow", ".feather", ".xls", ".xlsx", ".ods", ".zip", ".gz", ".yaml", ".yml")
+# keys of GenEval, LongText-Bench, CVTG-2K, HPDv2: a line that has one may have other keys as well
+_FORMS = ("include", "text", "texts", "sentence_list", "human_preference", "raw_annotations")
+
+
+def _text_files(path):
+    "The .txt files of a folder without a dataset, 2.txt before 10.txt."
+    if not os.path.isdir(path) or [*path.rglob("*.parquet"), *path.rglob("*.arrow")]:
+        return []
+    return sorted(path.glob("[!.]*.txt"), key=lambda file: (len(file.name), file.name))
 
 
 def is_table(
@@ -221,7 +315,8 @@ def is_table(
 
 
 def read_rows(
-    path: str | Path,  # .txt, .jsonl, .csv, .tsv, .parquet, or the folder of a dataset
+    # .txt, .jsonl, .csv, .tsv, .parquet, the folder of a dataset, or a folder of .txt files
+    path: str | Path,
 ) -> tuple[list[dict], list[str], list[str]]:
     # N records with "prompt", perhaps "target", "source", "metadata"; N places, like
     # "prompts.txt, line 3"; notes on how the columns were read
@@ -233,7 +328,15 @@ def read_rows(
             f"{path}: {suffix} files are not supported. Save it as .txt (one prompt per line), "
             ".jsonl, .csv or .parquet."
         )
-    if suffix == ".parquet" or os.path.isdir(path):
+    if texts := _text_files(path):
+        records = [{"prompt": line} for text in texts for line in read_lines(text)]
+        if len(records) > len(texts):
+            text = next(text for text in texts if len(read_lines(text)) > 1)
+            raise UserError(
+                f"{text}: several lines. In a folder each .txt file is one prompt. To read the "
+                "lines of a file, set data.prompts_file to the file instead of its folder."
+            )
+    elif suffix == ".parquet" or os.path.isdir(path):
         records, notes = _read_dataset(path)
     elif suffix in (".csv", ".tsv"):
         records, notes = _read_csv(path)
@@ -242,9 +345,9 @@ def read_rows(
         records = [{"prompt": line} for line in lines]
         if suffix == ".jsonl":
             records = [_parse_json(line, f"{path}, line {i}") for i, line in enumerate(lines, 1)]
-    places = [f"{path}, {place} {number}" for number in range(1, len(records) + 1)]
+    places = [*map(str, texts)] or [f"{path}, {place} {i}" for i in range(1, len(records) + 1)]
     for i, record in enumerate(records):
-        if isinstance(record, dict) and "include" in record:  # GenEval's form
+        if isinstance(record, dict) and any(type(record.get(key, "")) is not str for key in _FORMS):
             records[i] = {"prompt": record.pop("prompt", ""), "metadata": record}
         _check_record(records[i], places[i])
     return records, places, notes

@@ -76,32 +76,51 @@ def geneval_verdict(
     parts, groups = [], []  # groups[i]: objects of clause i; empty: it does not hold
     for want in metadata["include"]:
         name, count = want["class"], want["count"]
+        colour, position = want.get("color"), want.get("position")  # None in tables: not asked for
         group = found(name) if exact else found(name)[:count]
         parts.append(1 - abs(count - len(group)) / count)
         holds = len(group) == count
-        if not holds and ("color" in want or "position" in want):
+        if not holds and (colour or position):
             parts.append(0.0)
-        if holds and "color" in want:
-            coloured = colours_of(name, group).count(want["color"])
+        if holds and colour:
+            coloured = colours_of(name, group).count(colour)
             parts.append(1 - abs(count - coloured) / count)
             holds = coloured == count
-        if holds and "position" in want:
-            relation, target = want["position"]
+        if holds and position:
+            relation, target = position
             pairs = [(a.box, b.box) for a in group for b in groups[target]]
             holds = bool(pairs) and all(relation in relative_position(*pair) for pair in pairs)
             parts.append(float(holds))
         groups.append(group if holds else [])
     right = all(groups)
-    for ban in [] if exact else metadata.get("exclude", []):
+    for ban in [] if exact else metadata.get("exclude") or []:
         right = right and len(found(ban["class"])) < ban["count"]
     return sum(parts) / len(parts), right
 
 # %% ../../nbs/4_rewards/14_geneval.ipynb #g031
+def _clauses(record):
+    "What the metadata of a prompt ask for. None: they are not of GenEval's form."
+    include, exclude = ((record or {}).get(key) or [] for key in ("include", "exclude"))
+    if not include and not exclude:
+        return []
+    try:
+        for i, want in enumerate([*include, *exclude]):
+            relation, other = want.get("position") or ("above", -1)
+            known = want["class"] in CLASSES and want.get("color") in (None, *COLOURS)
+            known = known and relation in ("left of", "right of", "above", "below")
+            if not (known and type(want["count"]) is int and 0 < want["count"] and other < i):
+                return None
+    except (AttributeError, KeyError, TypeError, ValueError):
+        return None
+    return include or None
+
+
 class GenEval(Judge):
     """GenEval (2310.11513) with Flow-GRPO's score: the mean over the parts of what is asked for.
 
     Called as a reward: `geneval(images, metadata)` -> [N], at most 1, below 0 where there are far
-    too many objects. UserError: a model or scipy is missing, or the metadata are not GenEval's.
+    too many objects, NaN where the metadata have neither `include` nor `exclude`. UserError: a
+    model or scipy is missing, or the metadata are not GenEval's.
     """
 
     name, exact = "geneval", True  # see `geneval_verdict`
@@ -130,17 +149,20 @@ class GenEval(Judge):
         images: Tensor,  # [N, 3, H, W] in [0, 1]
         metadata: list[dict],  # N of them, in GenEval's form
     ) -> Tensor:  # [N] float32 on the CPU
-        "A reward for each image."
-        for record in metadata or [{}]:
-            clauses = record.get("include", []) + record.get("exclude", [])
-            if not clauses or not {clause["class"] for clause in clauses} <= set(CLASSES):
+        "A reward for each image; NaN where nothing is asked for."
+        asked = [i for i, record in enumerate(metadata or []) if _clauses(record) != []]
+        for i in asked:
+            if _clauses(metadata[i]) is None:
                 raise UserError(
                     f"The reward {self.name} reads what an image must show from "
                     "metadata['include'], as in GenEval's evaluation_metadata.jsonl, and cannot "
-                    f"use {record}. Set data.prompts_file to a file of that form. Its classes: "
-                    f"{', '.join(CLASSES)}."
+                    f"use {metadata[i]}. Set data.prompts_file to a file of that form. Its "
+                    f"classes: {', '.join(CLASSES)}. Its colours: {', '.join(COLOURS)}."
                 )
-        return self.in_batches(images, metadata)
+        scores = torch.full((len(images),), float("nan"))
+        if asked:
+            scores[asked] = self.in_batches(images[asked], [metadata[i] for i in asked])
+        return scores
 
     def _judge(self, images, metadata):
         scores = []

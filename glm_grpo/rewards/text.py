@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 
-from ..data.basics import UserError
+from ..data.basics import UserError, shown
 from ..data.images import pil_to_tensor, tensor_to_pil
 from ..data.scenes import LETTERS, SIDE, SIGN, draw_sign
 from .scene_checks import has_plate
@@ -50,11 +50,22 @@ def quoted_texts(
 
 def wanted_texts(
     prompts: list[str],  # N texts
-    metadata: list[dict | None] | None,  # N of them; "scene" (edits) is read instead of the prompt
-) -> list[list[str]]:  # N lists of quoted texts
-    "The texts that each image must show."
-    records = metadata or [None] * len(prompts)
-    return [quoted_texts((r or {}).get("scene", p)) for r, p in zip(records, prompts)]
+    # N of them; read instead of the prompt: a list "texts" or "text", else "scene" (edits)
+    metadata: list[dict | None] | None,
+) -> list[list[str]]:  # N lists of texts
+    "The texts that each image must show. UserError: such a list has other things than texts."
+    wanted = []
+    for prompt, record in zip(prompts, metadata or [None] * len(prompts)):
+        given = record or {}
+        texts = [given[key] for key in ("texts", "text") if isinstance(given.get(key), list)]
+        texts = texts[0] if texts else quoted_texts(given.get("scene") or prompt)
+        if not all(isinstance(text, str) for text in texts):
+            raise UserError(
+                f"metadata: 'texts' or 'text' is {shown(texts)}. Write a list of the texts that "
+                'the image must show, like ["OPEN"], or leave the key out.'
+            )
+        wanted.append([text.strip() for text in texts if text.strip()])
+    return wanted
 
 # %% ../../nbs/4_rewards/06_text.ipynb #n005
 def edit_distance(a: str, b: str) -> int:
@@ -189,9 +200,9 @@ class TextAccuracy:
         self,
         images: Tensor,  # [N, 3, H, W] in [0, 1]
         prompts: list[str],
-        metadata: list[dict | None] | None = None,  # "scene" (edits): the words are taken from it
+        metadata: list[dict | None] | None = None,  # see `wanted_texts`
     ) -> Tensor:  # [N] float32 on the CPU
-        "The reward of each image; NaN where the prompt quotes nothing."
+        "The reward of each image; NaN where no text is wanted."
         wanted = wanted_texts(prompts, metadata)
         quoting = [i for i, texts in enumerate(wanted) if texts]
         scores = torch.full((len(prompts),), float("nan"))
