@@ -153,7 +153,7 @@ def test_advantages_without_a_score_are_as_if_the_sample_were_not_there(scale):
         found = advantages[start : start + 4][scored[start : start + 4]]
         assert torch.allclose(found, expected, rtol=1e-9)
     parts = {"a": rewards[:8], "b": torch.where(rewards[:8].isnan(), NAN, 1 - rewards[:8] ** 2)}
-    mixed = gdpo_advantages(parts, {"a": 1.0, "b": -0.5}, 4)
+    mixed = gdpo_advantages(parts, {"a": 1.0, "b": -0.5}, 4, scored=scored[:8])
     assert mixed[[1, 6]].tolist() == [0, 0]
     assert abs(mixed[scored[:8]].std() - 1) < 1e-5  # of those with a score alone
 

@@ -119,15 +119,14 @@ def gdpo_advantages(
     group_size: int,  # G
     eps: float = 1e-6,  # added to both standard deviations
     relative: float | None = None,  # in place of eps: this share of the part's largest |reward|
+    scored: Tensor | None = None,  # [B*G] bool: samples in the batch's std; None: all
 ) -> Tensor:  # [B*G] float32
     """Advantages of each part by itself, their weighted sum, over its std in the batch.
     GDPO, arXiv 2601.05242. A part gives 0 to a sample for which its reward is NaN."""
     total = torch.zeros(len(next(iter(parts.values()))))
-    scored = torch.zeros_like(total, dtype=torch.bool)
     for name, rewards in parts.items():
         total += weights[name] * _part_advantages(rewards, group_size, eps, relative)
-        if weights[name]:
-            scored |= ~rewards.isnan()
     if not total.any():
         return total
-    return total / (total[scored].std() + (relative or eps))  # its mean over the batch is 0
+    std = (total if scored is None else total[scored]).std()
+    return total / (std + (relative or eps))  # the mean over the batch is 0 already

@@ -42,18 +42,19 @@ def compare_samples(
         groups = torch.arange(len(of_images)) // (group_size * images_per_sample)
         of_images = weigh(scores.parts, reward.weights, groups)
     rewards = of_images.view(-1, images_per_sample).nanmean(1)
+    scored, scale = ~rewards.isnan(), options.grpo.scale
     if options.normalise == "group":
         parts = {}
         for name, values in scores.parts.items():
             parts[name] = values.view(-1, images_per_sample).nanmean(1)
-        advantages = gdpo_advantages(parts, reward.weights, group_size, relative=relative)
+        how = {"relative": relative, "scored": scored}
+        advantages = gdpo_advantages(parts, reward.weights, group_size, **how)
     else:
-        scale = options.grpo.scale
         advantages = compare_rewards(rewards, group_size, scale, relative=relative)
     if limit := options.grpo.advantage_clip:
         advantages = advantages.clamp(-limit, limit)
     teaches = advantages.view(-1, group_size).any(1).repeat_interleave(group_size)
-    counted = (teaches | (options.grpo.equal == "keep")) & ~rewards.isnan()
+    counted = (teaches | (options.grpo.equal == "keep")) & scored
     return rewards, advantages, counted
 
 # %% ../../nbs/5_training/06_experience.ipynb #n018
