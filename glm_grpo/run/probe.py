@@ -159,6 +159,9 @@ def sample_trees(
     for name, rewards in found.items():
         rewards = torch.stack(rewards)
         scored = rewards.flatten(1).isfinite().all(1)  # else an image has no score
+        if not scored.all():
+            left_out = len(scored) - int(scored.sum())
+            print(f"{name}: {left_out} prompts left out, because images have no score")
         if scored.any():
             trees[name] = rewards[scored]
     if not trees:
