@@ -115,7 +115,9 @@ class WeightedReward:
         self.weights, self.time_limit = dict(weights), time_limit
         self.workers = {}  # part -> its thread, which stays between calls
         self.name = " + ".join(f"{weight:g} {name}" for name, weight in weights.items())
-        self.whole_groups = any(getattr(part, "whole_groups", False) for part in parts.values())
+        self.whole_groups = any(
+            getattr(part, "whole_groups", False) for part in self.parts.values()
+        )
 
     def ask(
         self,
@@ -197,15 +199,17 @@ class Judging:
 
     def ask(self, names: list[str], rows: list[int], images: Tensor) -> None:
         "Let parts begin with these rows; a plain function is called."
+        if not names:
+            return
         inputs, at = {"images": images}, [row // self.group for row in rows]
         for key, values in self.inputs.items():
             if isinstance(values, Tensor):
                 inputs[key] = values[at]
             elif values is not None:
                 inputs[key] = [values[i] for i in at]
-        if self.is_sum and names:
+        if self.is_sum:
             self.batches.append((rows, self.reward.ask(names, inputs)))
-        elif names:
+        else:
             self.values[names[0]][rows] = call_reward(self.reward, **inputs, name=names[0])
 
     def add(

@@ -96,8 +96,9 @@ def measure_prompts(
     values = {("reward", "reward"): sum(score.rewards for score in scores)}
     for score in scores:
         values |= {("metrics", name): part for name, part in score.parts.items()}
-    for name in others.keys() - failed.keys():
-        values["metrics", name] = others[name].scores().rewards
+    for name, judging in others.items():
+        if name not in failed:
+            values["metrics", name] = judging.scores().rewards
     tables = {key: value.view(shape) for key, value in values.items()}
     images = torch.stack(images, 1).flatten(0, 1)  # [p * S, 3, H, W]
     statistics, diversity = image_numbers(images, shape[1])
