@@ -290,6 +290,20 @@ def test_with_nft_the_slow_copy_samples_and_the_contrast_grows(model):
     assert torch.equal(old, samples.rollout.denoising.old_velocities[:2])
 
 
+def test_an_image_that_is_not_counted_is_not_pulled(model):
+    "Not even where a mini-batch, or a rank, has no other image."
+    trainer, _ = train(model, green, 4, **NFT)
+    experience = trainer.last_experience = trainer.collect({"prompts": PROMPTS[:1]})
+    norms = []
+    for counted in (True, False):
+        samples = experience.samples["dit"]
+        which = torch.full((len(samples),), counted)
+        experience.samples["dit"] = samples.with_advantages(torch.zeros(len(samples)), which)
+        norms.append(trainer.gradients(next(trainer.minibatches(experience)))["dit"]["grad_norm"])
+        trainer.optimizer.zero_grad()
+    assert norms[0] > 0 and norms[1] == 0
+
+
 def test_the_slow_copy_is_the_policy_while_its_schedule_is_flat(model):
     trainer, _ = train(model, green, 4, **NFT | {"slow_copy_flat": 1})
     contrasts = [line["contrast"] for line in trainer.history]

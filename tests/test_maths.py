@@ -12,7 +12,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from glm_grpo.data.basics import refusal
-from glm_grpo.maths.advantages import compute_advantages, equal_groups, gdpo_advantages
+from glm_grpo.maths.advantages import (
+    compare_rewards,
+    compute_advantages,
+    equal_groups,
+    gdpo_advantages,
+)
 from glm_grpo.maths.loss import LEVELS, LOSSES, combine_metrics, compute_grpo_loss, kl_estimate
 from glm_grpo.maths.noise import named_seed
 from glm_grpo.maths.sde import SDE_TYPES, choose_window, decision_steps, gaussian_kl, ratio_norm
@@ -94,6 +99,63 @@ def test_advantages_gdpo_where_a_part_scored_only_some():
     assert not gdpo_advantages(silent, weights, 4)[4:].any()
     three_nines = torch.tensor([0.9, 0.9, 0.9, 0.0, 1, 2])
     assert not gdpo_advantages({"right": three_nines}, weights, 3)[:3].any()
+
+
+ROUNDED = torch.tensor([20.0, 20.0, 20.0, 20.000002, 0.1, 0.2, 0.4, 0.4])  # 20 and the next float
+
+
+@pytest.mark.parametrize("scale", ["group", "batch", "none", "exponential"])
+@pytest.mark.parametrize("size", [1.0, -1e-4, 3e6])
+def test_advantages_of_rounding_are_zero(scale, size):
+    advantages = compute_advantages(size * ROUNDED, 4, scale)
+    assert not advantages[:4].any() and advantages[4:].all()
+    assert equal_groups(size * ROUNDED, 4).tolist() == [True, False]
+    weights = {"rounded": 1.0, "clear": 0.5}
+    clear = torch.tensor([0.0, 1, 0, 1, 1, 0, 1, 0])
+    parts = {"rounded": size * ROUNDED, "clear": clear}
+    half = gdpo_advantages(parts, weights, 4)[:4]
+    assert torch.allclose(half, half[1] * torch.tensor([-1.0, 1, -1, 1]))
+
+
+@pytest.mark.parametrize("scale", ["group", "batch", "exponential"])
+def test_advantages_with_an_epsilon_relative_to_the_rewards(scale):
+    "The unit of the rewards does not matter, and rewards that are nearer count as equal."
+    rewards = torch.tensor([0.1, 0.3, 0.2, 0.9, 0.4, 0.5, 0.7, 0.1])
+    advantages = compare_rewards(rewards, 4, scale, relative=0.01)
+    for unit in (1e-7, 1e4):
+        other = compare_rewards(unit * rewards, 4, scale, relative=0.01)
+        assert torch.allclose(other, advantages, rtol=1e-4)
+        parts = {"a": unit * rewards, "b": unit * rewards.flip(0)}
+        if scale == "group":
+            mixed = gdpo_advantages(parts, {"a": 1.0, "b": 0.5}, 4, relative=0.01)
+            assert mixed.std() > 0.98
+    assert compute_advantages(1e-7 * rewards, 4, scale).abs().max() < 0.1  # eps is larger
+    close = torch.tensor([20.0, 20.1, 20.0, 19.95])  # the steps of bfloat16
+    assert equal_groups(close, 4, 0.01) and not equal_groups(close, 4)
+    assert not compare_rewards(close, 4, scale, relative=0.01).any()
+    assert not gdpo_advantages({"a": close}, {"a": 1.0}, 4, relative=0.01).any()
+
+
+@pytest.mark.parametrize("scale", ["group", "batch", "none", "exponential"])
+def test_advantages_without_a_score_are_as_if_the_sample_were_not_there(scale):
+    rewards = torch.tensor([0.1, NAN, 0.3, 0.9, 0.5, 0.2, NAN, 0.8, NAN, NAN, NAN, NAN])
+    rewards = torch.cat([rewards, torch.tensor([NAN, NAN, 5.0, NAN])]).double()
+    scored = ~rewards.isnan()
+    advantages = compare_rewards(rewards, 4, scale, eps=0.0)
+    assert not advantages[~scored].any() and not advantages[8:].any()
+    spread = {"group": None, "none": 1.0}.get(scale, rewards[scored].std())
+    for start in (0, 4):
+        known = rewards[start : start + 4][scored[start : start + 4]]
+        expected = (known - known.mean()) / (known.std() if spread is None else spread)
+        if scale == "exponential":
+            expected = (known / spread).exp()
+            expected = expected / expected.mean() - 1
+        found = advantages[start : start + 4][scored[start : start + 4]]
+        assert torch.allclose(found, expected, rtol=1e-9)
+    parts = {"a": rewards[:8], "b": torch.where(rewards[:8].isnan(), NAN, 1 - rewards[:8] ** 2)}
+    mixed = gdpo_advantages(parts, {"a": 1.0, "b": -0.5}, 4, scored=scored[:8])
+    assert mixed[[1, 6]].tolist() == [0, 0]
+    assert abs(mixed[scored[:8]].std() - 1) < 1e-5  # of those with a score alone
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,8 @@ from helpers import (
     evaluate_main,
     files,
     main,
+    read_json,
+    read_jsonl,
     resume,
     small,
     step_of,
@@ -39,6 +41,39 @@ def test_a_reward_that_goes_wrong_in_the_second_step_is_told(folder, capsys, sta
     assert "Traceback" not in text
     assert "1 steps are saved; continue with:" in message and message.endswith("--trust_run_code")
     assert step_of(run / "checkpoints/checkpoint_interrupt") == 1 and steps(run) == [1]
+
+
+SOME = """\
+def some(images, prompts):
+    "No score for the first image of a call."
+    return [None, *images[1:, 1].mean((1, 2)).tolist()]
+"""
+
+
+def test_missing_scores_are_counted_and_told_and_leave_their_image_out(folder, capsys):
+    "In training, in evaluations, and on the page."
+    (folder / "some.py").write_text(SOME)
+    run = folder / "run"
+    words = ["--num_steps", 2, "--training.batch_size", 2, "--reward.grpo.group_size", 3]
+    words += ["--training.eval_samples", 1, "--training.sample_interval", 1]
+    words += ["--reward.functions", f"{folder}/some.py:some", "--output_dir", run]
+    with pytest.warns(UserWarning, match="from some for 1 of the 6 images") as told_once:
+        assert main(*small(folder, *words)) == 0
+    assert sum("No score" in str(one.message) for one in told_once) == 1
+    lines = read_jsonl(run / "metrics.jsonl")
+    assert [line["missing_scores"] for line in lines] == [1, 1]
+    assert all(line["reward_mean"] > 0 and line["grad_norm"] > 0 for line in lines)
+    for result in read_json(run / "eval.json").values():
+        (missing, *others) = [row[0] for row in result["rewards"]]
+        assert missing is None and result["missing_scores"] == 1
+        assert result["reward_mean"] == pytest.approx(sum(others) / len(others))
+    assert "no score" in (run / "page.html").read_text()
+    assert "training prompts, 1 without a score" in capsys.readouterr().out
+    stopped = [*words[:-1], folder / "stopped", "--reward.grpo.missing_scores", "stop"]
+    assert main(*small(folder, *stopped)) == 2
+    message = told(capsys)
+    assert "reward some has nothing to score in image 0, prompt" in message
+    assert "reward.grpo.missing_scores drop" in message
 
 
 def test_a_file_that_leaves_the_program_is_told_before_anything(folder, capsys):

@@ -19,6 +19,7 @@ from glm_grpo.model import rollouts
 from glm_grpo.model.latents import decode_latents
 from glm_grpo.model.sampling import sample_tokens
 from glm_grpo.model.wrapper import GLMImageWrapper
+from glm_grpo.rewards.calling import RewardError
 from glm_grpo.rewards.weighted import Scores, WeightedReward
 from glm_grpo.training.experience import compare_samples
 from glm_grpo.training.options import TrainerOptions
@@ -42,6 +43,13 @@ def flat_for_one(images, prompts):
     "All rewards of the first prompt are equal."
     first = torch.tensor([prompt == PROMPTS[0] for prompt in prompts])
     return torch.where(first, torch.tensor(0.5), images[:, 0].mean((1, 2)))
+
+
+def gaps(images, prompts):
+    "One image of the first prompt has no score."
+    rewards = images[:, 0].mean((1, 2))
+    rewards[prompts.index(PROMPTS[0])] = float("nan")
+    return rewards
 
 
 def weighted():
@@ -81,6 +89,8 @@ TOY = {
     "equal": Row("drop", BOTH | {"scored"}, {"reward": lambda: flat_for_one}),
     "scale": Row("batch", BOTH),
     "advantage_clip": Row(0.1, BOTH),
+    "advantage_epsilon": Row(0.2, BOTH | {"scored"}),
+    "missing_scores": Row("stop", BOTH | {"end", "scored", "lines"}, {"reward": lambda: gaps}),
     "entropy_share": Row(0.3, {"ar"}, {"steps": 2}),
     "clip_range": Row(0.01, {"ar"}),
     "dit_clip_range": Row(0.01, {"dit"}),
@@ -147,7 +157,7 @@ def toy_run(folder, steps=1, reward=lambda: nearness, scores=1.0, **options):
     end = ""
     try:
         trainer.train(steps)
-    except UserError as e:
+    except (UserError, RewardError) as e:
         end = type(e).__name__
     rollout, found = trainer.collector.last_rollout, {}
     for name, policy in trainer.policies.items():
@@ -195,7 +205,7 @@ class Descent(torch.optim.SGD):
         super().step()
 
 
-@pytest.mark.filterwarnings("ignore:The ratio new/old")
+@pytest.mark.filterwarnings("ignore:The ratio new/old", "ignore:No score")
 @pytest.mark.parametrize("name", TOY)
 def test_an_option_of_training_acts(name, tmp_path, monkeypatch):
     if name == "optimizer":  # a stand-in for bitsandbytes

@@ -6,7 +6,7 @@ from helpers import PROMPTS, read_json, small, told, write_images
 
 from glm_grpo.data.rollout import SampleNames
 from glm_grpo.model.wrapper import GLMImageWrapper
-from glm_grpo.run.probe import main, variance_parts
+from glm_grpo.run.probe import group_numbers, main, variance_parts
 
 pytestmark = pytest.mark.usefixtures("at_root")
 
@@ -52,6 +52,30 @@ def test_a_reward_without_differences_cannot_teach(folder, capsys):
     assert probe(folder) == 0
     assert "little or nothing" in capsys.readouterr().out
     assert read_json(folder / "probe/probe.json")["reward"]["shares"]["images"] == [None, None]
+
+
+GAPS = """\
+def green(images, prompts):
+    gone = prompts[0].startswith("{}")
+    return [None if i == 0 and gone else i for i in range(len(images))]
+"""
+
+
+@pytest.mark.parametrize("gone, left_out", [("two", 1), ("", 3)])
+def test_prompts_with_images_without_a_score_are_left_out(folder, capsys, gone, left_out):
+    (folder / "green.py").write_text(GAPS.format(gone))
+    status, said = probe(folder, "--num_prompts", 3), capsys.readouterr()
+    assert f"reward: {left_out} prompts left out" in said.out
+    if left_out < 3:
+        assert status == 0 and "reward, 2 prompts: mean 7.5" in said.out
+    else:
+        assert status == 2 and "for all images of none of the prompts" in said.err
+
+
+def test_previews_that_differ_by_rounding_are_equal():
+    rewards = torch.full((1, 2, 2, 2), 20.0)
+    rewards[0, 0, 0, 0] = 20.000002
+    assert group_numbers(rewards)["equal_tokens"] == group_numbers(rewards)["equal_images"] == 1
 
 
 def test_large_grids_of_an_edit_differ(folder):

@@ -371,3 +371,24 @@ def test_the_log_has_no_control_characters(monkeypatch):
     log = "\n".join(lines)
     assert "Traceback" in log and "404" in log and TOKEN not in log
     assert all(line.isprintable() for line in lines)
+
+
+def test_a_request_holds_whole_groups_where_the_reward_wants_them():
+    "Of 12 images, in groups of 3 and batches of 2; the answers stay in order."
+    calls = []
+
+    def comparing(images, prompts):
+        calls.append(prompts)
+        return images.mean((1, 2, 3))
+
+    groups = [f"prompt {i // 3}" for i in range(12)]
+    for whole in (True, False):
+        comparing.whole_groups = whole
+        calls.clear()
+        with serve(comparing) as server:
+            reward = RemoteReward(server.url, batch_size=2)
+            scores = call_reward(reward, IMAGES, groups)
+        assert reward.whole_groups == whole
+        assert sorted(calls) == sorted([groups[i : i + 3] for i in range(0, 12, 3)]) or not whole
+        assert max(map(len, calls)) == (3 if whole else 2)
+        assert torch.allclose(scores, IMAGES.mean((1, 2, 3)), atol=1e-6)

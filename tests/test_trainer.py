@@ -12,8 +12,9 @@ import torch
 
 from glm_grpo.data.basics import refusal
 from glm_grpo.data.loader import make_dataloader
-from glm_grpo.maths.advantages import gdpo_advantages
+from glm_grpo.maths.advantages import compare_rewards, gdpo_advantages
 from glm_grpo.maths.loss import LEVELS, LOSSES, compute_grpo_loss
+from glm_grpo.rewards.calling import RewardError
 from glm_grpo.rewards.weighted import WeightedReward
 from glm_grpo.training.callbacks import Callback, ProgressLines
 from glm_grpo.training.interrupts import NotFinite
@@ -383,6 +384,149 @@ def test_each_policy_can_have_its_own_reward():
     assert 2 * line["dit/reward/blue"] == pytest.approx(line["dit/reward_mean"], abs=1e-6)
     assert line["reward_mean"] == pytest.approx(0.1 + line["dit/reward_mean"], abs=1e-6)
     assert line["ar/equal_groups"] == 1 and line["dit/equal_groups"] == 0
+
+
+# missing scores
+
+
+def with_gaps(rows, gap=float("nan")):
+    "A reward that gives these images of a call no score."
+
+    def half_blind(images, targets):
+        scores = nearness(images, targets).tolist()
+        return [gap if i in rows else score for i, score in enumerate(scores)]
+
+    return half_blind
+
+
+@pytest.mark.parametrize("gap", [float("nan"), None])
+def test_an_image_without_a_score_is_left_out(gap):
+    "Not in the mean and spread of its group, nor in the mean of the loss; said once and counted."
+    trainer = toy_trainer(reward=with_gaps({0, 3, 9}, gap))
+    with pytest.warns(UserWarning, match="from half_blind for 3 of the 32 images") as told:
+        experience = trainer.collect(BATCH)
+        trainer.collect(BATCH)
+    assert len(told) == 1
+    samples = experience.samples["ar"]
+    missing = experience.rewards.isnan()
+    assert missing.nonzero().flatten().tolist() == [0, 3, 9]
+    assert torch.equal(samples.advantages, compare_rewards(experience.rewards, 8))
+    assert not samples.advantages[missing].any() and torch.equal(samples.counted, ~missing)
+    gradients = keep_gradients(trainer)
+    line = trainer.learn(experience)
+    (minibatch,) = trainer.minibatches(experience)
+    assert line["missing_scores"] == 3 and minibatch["ar"].count == 29
+    assert line["reward_mean"] == pytest.approx(experience.rewards[~missing].mean().item())
+    # the gradient of the other 29 samples alone
+    logprobs = trainer.policies["ar"].score(samples)
+    alone = -(logprobs.mean(1) * samples.advantages)[~missing].sum() / 29
+    expected = torch.autograd.grad(alone, table(trainer))[0]
+    scale = min(1.0, 1 / expected.norm().item())
+    assert torch.allclose(gradients[0][0], scale * expected, atol=1e-6)
+
+
+def test_a_part_without_a_score_does_not_let_its_image_win():
+    parts = {"near": nearness, "gaps": with_gaps({0, 8, 17})}
+    sums = {}
+    for normalise in ("none", "group"):
+        reward = WeightedReward(parts, {"near": 100.0, "gaps": 1.0})
+        trainer = toy_trainer(reward=reward, normalise=normalise)
+        with pytest.warns(UserWarning, match="from gaps for 3 of the 32 images"):
+            experience = trainer.collect(BATCH)
+        assert not experience.rewards.isnan().any() and experience.numbers["missing_scores"] == 3
+        near = nearness(experience.rollout.image_tensors, TARGETS.repeat_interleave(8, 0))
+        sums[normalise] = experience.samples["ar"].advantages
+        # the order of the images is that of the first part, up to a hundredth
+        for start in (0, 8, 16):
+            rows = slice(start, start + 8)
+            order = near[rows].argsort()
+            assert sums[normalise][rows][order].diff().min() > (-0.05, -2)[normalise == "group"]
+        assert experience.samples["ar"].counted.all()
+    whole = toy_trainer(
+        reward=WeightedReward(parts | {"gaps": nearness}, {"near": 100.0, "gaps": 1.0})
+    )
+    assert torch.allclose(whole.collect(BATCH).samples["ar"].advantages, sums["none"], atol=0.1)
+
+
+@pytest.mark.filterwarnings("ignore:No score")
+def test_two_policies_and_missing_scores():
+    "A set of tokens has the mean of its images with a score; an image's group is its tokens'."
+    trainer = studio_trainer(reward=with_gaps({0, 2, 3}), group_size=3, images_per_sample=2)
+    experience = trainer.collect(BATCH)
+    ar, dit = (experience.samples[name] for name in ("ar", "dit"))
+    assert ar.counted.tolist() == [True, False] + [True] * 10 and not ar.advantages[1]
+    assert dit.counted.tolist() == [False, True, False, False] + [True] * 20
+    assert not dit.advantages[:4].any() and dit.advantages[4:].any()
+    rewards = experience.rewards[:6]
+    of_sets = torch.stack([rewards[1], rewards[1] * torch.nan, rewards[4:].mean()])
+    assert torch.allclose(ar.advantages[:3], compare_rewards(of_sets, 3))
+
+
+@pytest.mark.parametrize("rows, options", [(range(32), {}), ({5}, {"missing_scores": "stop"})])
+def test_a_step_without_scores_ends_the_run(rows, options):
+    trainer = toy_trainer(reward=with_gaps(set(rows)), **options)
+    message = "in any image of this step" if len(rows) == 32 else "in image 5, prompt 'a red heart'"
+    with pytest.raises(RewardError, match=f"half_blind has nothing to score {message}"):
+        trainer.train(1)
+    assert trainer.step == 0
+
+
+@pytest.mark.filterwarnings("ignore:No score")
+def test_samples_that_are_not_counted_are_not_pulled_either():
+    trainer = toy_trainer(reward=with_gaps({*range(8)}), beta=0.5, mini_batches=4)
+    experience = trainer.collect(BATCH)
+    perturb(trainer)
+    trainer.options.step.allow_ratio_gap = True
+    found = keep_gradients(trainer)
+    trainer.learn(experience)
+    assert not any(gradients[0][0].any() for gradients in found)
+
+
+# whole groups
+
+
+class Comparing:
+    "Wants whole groups, and notes what it gets."
+
+    whole_groups = True
+
+    def __init__(self):
+        self.calls = []
+
+    def __call__(self, images, prompts):
+        self.calls.append(list(prompts))
+        return images.mean((1, 2, 3))
+
+
+@pytest.mark.parametrize("images_per_sample", [1, 2])
+def test_a_reward_that_compares_gets_whole_groups(images_per_sample):
+    "As a part too, beside one that gets pieces as they are sampled."
+    pieces, lone = [], Comparing()
+
+    def pieced(images):
+        pieces.append(len(images))
+        return images.mean((1, 2, 3))
+
+    class Slowly(ToyStudio):
+        def generate_with_tracking(self, prompts, images=None, *, on_images, **more):
+            rollout = super().generate_with_tracking(prompts, images, **more)
+            for start in range(0, len(prompts), 3):
+                rows = list(range(start, min(start + 3, len(prompts))))
+                on_images(rows, rollout.image_tensors[rows])
+            return rollout
+
+    part = Comparing()
+    of_sum = WeightedReward({"part": part, "pieced": pieced}, {"part": 1.0, "pieced": 1.0})
+    model = Slowly(PROMPTS) if images_per_sample == 2 else ToyPainter(PROMPTS)
+    reward = {"ar": of_sum, "dit": lone} if images_per_sample == 2 else lone
+    number = 4 * images_per_sample
+    options = {"group_size": 4, "images_per_sample": 2}
+    toy_trainer(reward=reward, model=model, **options).collect(BATCH)
+    expected = [prompt for prompt in PROMPTS for _ in range(number)]
+    for calls in (lone.calls, part.calls) if images_per_sample == 2 else (lone.calls,):
+        assert sum(calls, []) == expected
+        assert all(call.count(prompt) == number for call in calls for prompt in call)
+    assert images_per_sample == 1 or max(pieces) == 3
 
 
 # numbers that are not finite

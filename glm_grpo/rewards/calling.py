@@ -9,6 +9,7 @@ __all__ = ['ARGUMENTS', 'check_targets', 'simple_reward_function', 'RewardError'
 # %% ../../nbs/4_rewards/01_calling.ipynb #c002
 import contextlib
 import inspect
+import math
 import pickle
 import random
 import reprlib
@@ -87,10 +88,12 @@ def wanted_arguments(
     return wanted
 
 # %% ../../nbs/4_rewards/01_calling.ipynb #cb8d8a7
-def _checked(name, result, prompts, may_skip):
-    "A reward's result as [N] float32 on the CPU. RewardError: no numbers, a wrong shape, NaN..."
+def _checked(name, result, prompts):
+    "A reward's result as [N] float32 on the CPU. RewardError: no numbers, a wrong shape, infinity."
     n = len(prompts)
     try:
+        if isinstance(result, list | tuple | np.ndarray):
+            result = [math.nan if score is None else score for score in result]
         rewards = torch.as_tensor(result).detach().float().cpu()
         if rewards.shape != (n,):
             raise ValueError(f"the shape is {list(rewards.shape)}")
@@ -99,9 +102,8 @@ def _checked(name, result, prompts, may_skip):
             f"The reward {name} returned {reprlib.repr(result)}; it must return a tensor or list "
             f"of shape [{n}] ({error_text(e)})."
         ) from None
-    wrong = rewards.isinf() if may_skip else ~rewards.isfinite()
-    if wrong.any():
-        i = int(wrong.nonzero()[0])
+    if rewards.isinf().any():
+        i = int(rewards.isinf().nonzero()[0])
         raise RewardError(
             f"The reward {name} returned {rewards[i]:g} for image {i}, prompt {prompts[i]!r}."
         )
@@ -148,12 +150,11 @@ def call_reward(
     metadata: list | None = None,  # N dicts
     *,
     name: str | None = None,  # name in messages; None: its own name
-    may_skip: bool = False,  # whether NaN is allowed: "nothing to score in this image"
-) -> Tensor:  # [N] float32 on the CPU; finite, or NaN if `may_skip`
+) -> Tensor:  # [N] float32 on the CPU; NaN: no score for this image
     """Call a reward with the inputs that its signature asks for, without gradients.
 
-    Raises RewardError if it raises, or if the result has a wrong shape, NaN or infinity; UserError
-    if it asks for something unknown. A UserError of the reward passes through.
+    Raises RewardError if it raises, or if the result has a wrong shape or infinity; UserError if
+    it asks for something unknown. A UserError of the reward passes through.
     """
     name, given = name or reward_name(reward), (images, prompts, targets, sources, metadata)
     wanted = wanted_arguments(reward)
@@ -178,4 +179,4 @@ def call_reward(
             "Draw from a generator of its own, such as torch.Generator().manual_seed(0).",
             stacklevel=2,
         )
-    return _checked(name, result, prompts, may_skip)
+    return _checked(name, result, prompts)

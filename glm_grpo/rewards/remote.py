@@ -216,6 +216,8 @@ class RewardServer:
             status, answer = refused
         elif asked == "GET /health":
             status, answer = 200, {"name": self.name, "version": VERSION, "wants": self.wants}
+            if getattr(self.reward, "whole_groups", False):
+                answer["whole_groups"] = True
         elif asked == "POST /score":
             with self.lock:  # one request at a time is in memory
                 if environ["waitress.client_disconnected"]():  # while it waited for its turn
@@ -237,7 +239,7 @@ class RewardServer:
         start = time.perf_counter()
         try:
             given = read_request(body, self.wants)
-            scores = call_reward(self.reward, **given, may_skip=True).tolist()
+            scores = call_reward(self.reward, **given).tolist()
         except UserError as e:  # the reward refuses its input
             return 400, str(e)
         except (ValueError, KeyError, TypeError, RecursionError) as e:  # of `read_request`
@@ -386,6 +388,7 @@ class RemoteReward:
         except RemoteError as e:
             raise UserError(str(e)) from e
         self.name, self.wants = clean(answer.get("name"), 80), answer.get("wants")
+        self.whole_groups = answer.get("whole_groups") is True
         is_list = isinstance(self.wants, list) and all(name in ARGUMENTS for name in self.wants)
         if answer.get("version") != VERSION or not is_list:
             raise UserError(
@@ -406,14 +409,16 @@ class RemoteReward:
         wanted = {name: x for name, x in given.items() if x is not None and name in self.wants}
         wanted |= {"images": images, "prompts": list(prompts)}
 
-        def score(first):
-            rows = slice(first, first + self.batch_size)
-            return self.score({name: values[rows] for name, values in wanted.items()})
+        def score(first, end):
+            return self.score({name: values[first:end] for name, values in wanted.items()})
 
+        starts = list(range(0, len(images), self.batch_size))
+        if self.whole_groups:  # the images of a prompt are side by side
+            starts = [i for i, prompt in enumerate(prompts) if not i or prompt != prompts[i - 1]]
         answers = []
-        for i, first in enumerate(range(0, len(images), self.batch_size)):
+        for i, (first, end) in enumerate(zip(starts, [*starts[1:], len(images)])):
             worker = self.workers[i % len(self.workers)]
-            answers.append(worker.begin(partial(score, first)))
+            answers.append(worker.begin(partial(score, first, end)))
         try:
             return torch.cat([answer.result() for answer in answers])
         finally:  # after an error: those that have not begun

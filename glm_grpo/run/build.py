@@ -20,11 +20,11 @@ from ..data.scenes import parse_prompt
 from ..model.adapters import LoraOptions, choose_lora
 from ..model.loading import download_model
 from ..model.wrapper import GLMImageWrapper
-from ..rewards.calling import RewardError, call_reward, simple_reward_function
+from ..rewards.calling import RewardError, simple_reward_function
 from ..rewards.registry import BRING_WEIGHTS, METRICS, make_metric
 from ..rewards.scene_checks import SceneCheck
 from ..rewards.text import quoted_texts
-from ..rewards.weighted import WeightedReward
+from ..rewards.weighted import Judging, WeightedReward
 from glm_grpo.run.config import (
     Config,
     brought_by_user,
@@ -199,12 +199,13 @@ def check_reward(
     """Try a reward on blank images of a dataset's first prompts. UserError: what does not fit,
     and the line of a prompt that it cannot read."""
     batch = collate([dataset[i] for i in range(min(4, len(dataset)))])
-    blank = torch.full((len(batch["prompts"]), 3, height, width), 0.5)
-    given = [batch.get(name) for name in ("target_images", "source_images", "metadata")]
+    names = ("prompts", "target_images", "source_images", "metadata")
     for one in each_reward(reward).values():
         check_prompts_fit(one, dataset)
         try:
-            call_reward(one, blank, batch["prompts"], *given)
+            times = 2 if getattr(one, "whole_groups", False) else 1
+            blank = torch.full((times * len(batch["prompts"]), 3, height, width), 0.5)
+            Judging(one, *map(batch.get, names), times).finish(blank)
         except RewardError as e:
             raise UserError(str(e)) from e
 

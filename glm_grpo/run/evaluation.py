@@ -12,7 +12,7 @@ import json
 import math
 import time
 from collections import ChainMap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from ..data.images import tensor_to_pil
 from ..data.prompts import T2IDataset, collate, read_records
 from ..data.rollout import request_names
 from ..model.tokens import check_prompt_lengths
-from ..rewards.calling import RewardError, call_reward
+from ..rewards.calling import RewardError
 from ..rewards.perception import image_numbers
 from ..rewards.weighted import Judging
 from .alarms import compare_evaluations, prompts_label, reward_hacking_alarm
@@ -56,7 +56,7 @@ def measure_prompts(
     model: Any,
     batch: dict,  # p prompts: those of this rank
     rewards: list[Callable],
-    seeds: Iterable[int | str],  # S
+    seeds: Collection[int | str],  # S
     metrics: dict[str, Callable],
     options: dict,  # of generate_with_tracking
 ) -> tuple[dict[tuple[str, str], Tensor], dict[str, str]]:
@@ -64,14 +64,15 @@ def measure_prompts(
     uint8, of at most SHOWN pixels; and metric -> UserError, where there was one."""
     given = [batch.get(name) for name in ("prompts", "target_images", "source_images", "metadata")]
     failed = {}
-    of_seeds = {}
     images = []
-    for seed in seeds:
-        judgings = [Judging(reward, *given) for reward in rewards]
+    shape = len(batch["prompts"]), len(seeds)
+    judgings = [Judging(reward, *given, shape[1]) for reward in rewards]
+    others = {name: Judging(one, *given, shape[1], name) for name, one in metrics.items()}
+    for column, seed in enumerate(seeds):
 
-        def on_images(at, sampled, judgings=judgings):
+        def on_images(at, sampled, column=column):
             for judging in judgings:
-                judging.add(at, sampled)
+                judging.add([row * shape[1] + column for row in at], sampled)
 
         rollout = model.generate_with_tracking(
             batch["prompts"],
@@ -82,24 +83,23 @@ def measure_prompts(
             **options,
         )
         sampled = rollout["image_tensors"]
-        scores = [judging.finish(sampled) for judging in judgings]
-        values = {("reward", "reward"): sum(score.rewards for score in scores)}
-        for score in scores:
-            values |= {("metrics", name): part for name, part in score.parts.items()}
-        for name, metric in metrics.items():
+        rows = list(range(column, shape[0] * shape[1], shape[1]))
+        for judging in judgings:
+            judging.rest(rows, sampled)
+        for name, judging in others.items():
             try:
-                found = call_reward(metric, sampled, *given, name=name, may_skip=True)
-                values["metrics", name] = found
-            except UserError as e:
+                judging.rest(rows, sampled)
+            except UserError as e:  # of a metric that failed with some seed, nothing counts
                 failed[name] = str(e)
-        for key, value in values.items():
-            of_seeds.setdefault(key, []).append(value)
         images.append((sampled.clamp(0, 1) * 255).round().byte().cpu())
-    shape = len(batch["prompts"]), len(images)
-    tables = {}
-    for key, values in of_seeds.items():
-        if len(values) == len(images):  # of a metric that failed with some seed, nothing counts
-            tables[key] = torch.stack(values, 1)
+    scores = [judging.scores() for judging in judgings]
+    values = {("reward", "reward"): sum(score.rewards for score in scores)}
+    for score in scores:
+        values |= {("metrics", name): part for name, part in score.parts.items()}
+    for name, judging in others.items():
+        if name not in failed:
+            values["metrics", name] = judging.scores().rewards
+    tables = {key: value.view(shape) for key, value in values.items()}
     images = torch.stack(images, 1).flatten(0, 1)  # [p * S, 3, H, W]
     statistics, diversity = image_numbers(images, shape[1])
     tables |= {("statistics", name): numbers.view(shape) for name, numbers in statistics.items()}
@@ -135,16 +135,24 @@ def summarise(
             means[kind][name] = table.nanmean().item()
             values[name] = without_nan(table.tolist())
     sources = batch.get("source_images")
+    known = rewards[~rewards.isnan()]
+    if not len(known):
+        raise RewardError(
+            f"The reward has no score (NaN or None) for any image. {NOTHING_TO_SCORE}"
+        )
     error = 0.0
-    if len(rewards) > 1:
-        error = rewards.mean(1).std().item() / math.sqrt(len(rewards))
+    of_prompts = rewards.nanmean(1)
+    of_prompts = of_prompts[~of_prompts.isnan()]
+    if len(of_prompts) > 1:
+        error = of_prompts.std().item() / math.sqrt(len(of_prompts))
     return {
-        "reward_mean": rewards.mean().item(),
-        "reward_std": rewards.std().item() if rewards.numel() > 1 else 0.0,
+        "reward_mean": known.mean().item(),
+        "reward_std": known.std().item() if len(known) > 1 else 0.0,
         "standard_error": error,
         "pictures": rewards.numel(),
+        "missing_scores": rewards.numel() - len(known),
         "prompts": list(batch["prompts"]),
-        "rewards": rewards.tolist(),
+        "rewards": without_nan(rewards.tolist()),
         "metrics": means["metrics"],
         "statistics": means["statistics"],
         "diversity": means["diversity"].get("diversity"),
@@ -171,7 +179,8 @@ def evaluate(
     `call_reward`; if one rank fails, all stop.
 
     The result has reward_mean, reward_std, standard_error (over prompts), pictures (their
-    number); prompts [P], rewards [P][S]; metrics and statistics (name -> mean), diversity (mean
+    number), missing_scores (how many of them have no reward, None; the means are over the others);
+    prompts [P], rewards [P][S]; metrics and statistics (name -> mean), diversity (mean
     over prompts, None with one seed); values (name -> [P][S], None: nothing to score);
     not_measured (name -> reason); seeds, seconds; images ([P][S] PIL images of at most 384
     pixels) and sources (P PIL images, or None), which `eval_record` leaves out."""
@@ -226,10 +235,12 @@ def describe_result(
     numbers = result["metrics"]
     names = part_weights(reward)
     parts = "".join(f"{name} {numbers[name]:.3f}, " for name in names if name in numbers)
+    missing = result["missing_scores"]
+    unscored = f", {missing} without a score" if missing else ""
     return (
         f"reward {result['reward_mean']:.3f} +- {result['standard_error']:.3f} ({parts}"
-        f"{result['pictures']} images of {len(result['prompts'])} {prompts_label(result)}, "
-        f"{result['seconds']:.0f} s)"
+        f"{result['pictures']} images of {len(result['prompts'])} {prompts_label(result)}"
+        f"{unscored}, {result['seconds']:.0f} s)"
     )
 
 

@@ -20,6 +20,7 @@ from tqdm import tqdm
 from ..data.basics import UserError, atomic_write, check_output_folder
 from ..data.prompts import T2IDataset, collate
 from ..data.rollout import SampleNames, request_names
+from ..maths.advantages import equal_groups
 from ..maths.noise import named_generator
 from ..model.tokens import check_prompt_lengths
 from ..model.wrapper import GLMImageWrapper
@@ -81,8 +82,8 @@ def group_numbers(
     return {
         "mean": rewards.mean().item(),
         "best": tokens.amax(1).mean().item(),
-        "equal_tokens": (means == means[:, :1]).all(1).float().mean().item(),
-        "equal_images": (rewards == rewards[..., :1]).all(-1).float().mean().item(),
+        "equal_tokens": equal_groups(means.flatten(), means.shape[1]).float().mean().item(),
+        "equal_images": equal_groups(rewards.flatten(), rewards.shape[-1]).float().mean().item(),
     }
 
 # %% ../../nbs/6_run/15_probe.ipynb #3145ab29
@@ -144,9 +145,12 @@ def sample_trees(
             score=False,
             options=config.rollout,
         )
-        given = [prompts, batch.get("target_images"), sources, batch.get("metadata")]
+        one_row = collate([dataset[i]])
+        given = [
+            one_row.get(name) for name in ("prompts", "target_images", "source_images", "metadata")
+        ]
         for policy, one in each_reward(reward).items():
-            scores = Judging(one, *given).finish(rollout.image_tensors)
+            scores = Judging(one, *given, len(prompts)).finish(rollout.image_tensors)
             parts = scores.parts if len(scores.parts) > 1 else {}  # a sum of one part is that part
             for name, rewards in {"reward": scores.rewards, **parts}.items():
                 key = f"{policy}/{name}" if policy else name
@@ -154,9 +158,17 @@ def sample_trees(
     trees = {}
     for name, rewards in found.items():
         rewards = torch.stack(rewards)
-        scored = rewards.flatten(1).isfinite().all(1)  # NaN: a part has nothing to score
+        scored = rewards.flatten(1).isfinite().all(1)  # else an image has no score
+        if not scored.all():
+            left_out = len(scored) - int(scored.sum())
+            print(f"{name}: {left_out} prompts left out, because images have no score")
         if scored.any():
             trees[name] = rewards[scored]
+    if not trees:
+        raise UserError(
+            "The reward has a score for all images of none of the prompts (NaN and None are no "
+            "score), so there is nothing to compare. Correct it, or take other prompts."
+        )
     return trees
 
 # %% ../../nbs/6_run/15_probe.ipynb #122882f5

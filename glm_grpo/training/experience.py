@@ -20,9 +20,9 @@ from torch import Tensor
 from ..data.basics import atomic_dir
 from ..data.images import tensor_to_pil
 from ..data.rollout import Rollout, Samples
-from ..maths.advantages import compute_advantages, gdpo_advantages
+from ..maths.advantages import compare_rewards, gdpo_advantages
 from ..maths.noise import named_seed
-from ..rewards.weighted import Scores
+from ..rewards.weighted import Scores, weigh
 from .options import TrainerOptions
 from .ranks import Ranks
 
@@ -35,19 +35,26 @@ def compare_samples(
     options: TrainerOptions,
 ) -> tuple[Tensor, Tensor, Tensor]:  # rewards, advantages [samples]; whether they count, bool
     """Turn the rewards of images into advantages of samples, within their groups (arXiv
-    2402.03300, 4.1; with `normalise` "group" arXiv 2601.05242)."""
-    rewards = scores.rewards.view(-1, images_per_sample).mean(1)
+    2402.03300, 4.1; with `normalise` "group" arXiv 2601.05242). A sample without a score (NaN) is
+    left out: its advantage is 0, and it does not count."""
+    of_images, relative = scores.rewards, options.grpo.advantage_epsilon
+    if any(values.isnan().any() for values in scores.parts.values()):
+        groups = torch.arange(len(of_images)) // (group_size * images_per_sample)
+        of_images = weigh(scores.parts, reward.weights, groups)
+    rewards = of_images.view(-1, images_per_sample).nanmean(1)
+    scored, scale = ~rewards.isnan(), options.grpo.scale
     if options.normalise == "group":
         parts = {}
         for name, values in scores.parts.items():
             parts[name] = values.view(-1, images_per_sample).nanmean(1)
-        advantages = gdpo_advantages(parts, reward.weights, group_size)
+        how = {"relative": relative, "scored": scored}
+        advantages = gdpo_advantages(parts, reward.weights, group_size, **how)
     else:
-        advantages = compute_advantages(rewards, group_size, options.grpo.scale)
+        advantages = compare_rewards(rewards, group_size, scale, relative=relative)
     if limit := options.grpo.advantage_clip:
         advantages = advantages.clamp(-limit, limit)
     teaches = advantages.view(-1, group_size).any(1).repeat_interleave(group_size)
-    counted = teaches | (options.grpo.equal == "keep")
+    counted = (teaches | (options.grpo.equal == "keep")) & scored
     return rewards, advantages, counted
 
 # %% ../../nbs/5_training/06_experience.ipynb #n018

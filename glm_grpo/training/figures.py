@@ -72,7 +72,8 @@ def sample_blocks(
     first = next(iter(experience.samples.values()))
     size = first.group_size * len(rollout) // len(first)  # images of a prompt
     for start in range(0, len(rollout), size)[:groups]:
-        best = rewards[start : start + size].argsort(descending=True, stable=True)[:images] + start
+        of_prompt = rewards[start : start + size].nan_to_num(-math.inf)  # last: no score
+        best = of_prompt.argsort(descending=True, stable=True)[:images] + start
         sources = rollout.source_images
         row = [(sources[start][0], "source")] if sources else []
         for i, image in zip(best, tensor_to_pil(rollout.image_tensors[best])):

@@ -170,6 +170,19 @@ class GroupOptions:
         "models take 5; null: they stay as they are",
         above(0),
     )
+    advantage_epsilon: float | None = option(
+        None,
+        "share of the largest |reward| of a group: rewards that differ by less count as equal, and "
+        "the divisor of scale grows by it; 0.01 for a scorer in bfloat16; null: 1e-6, which is "
+        "rounding, and the divisor grows by 1e-6 whatever the size of the rewards",
+        at_least(1e-6, 1),
+    )
+    missing_scores: Literal["drop", "stop"] = option(
+        "drop",
+        "images for which the reward gives no score (NaN or None). drop: they are left out, and "
+        "the others are compared; stop: the run ends. Their number is missing_scores in "
+        "metrics.jsonl; a step without any score always ends the run",
+    )
     entropy_share: float | None = option(
         None,
         "only this share of a step's tokens learns, those with the largest entropy (arXiv "

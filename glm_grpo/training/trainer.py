@@ -147,8 +147,9 @@ class Learner:
         "Add one policy's gradient to its weights, chunk by chunk."
         policy, grpo = self.policies[name], self.options.grpo
         size = self.options.step.micro_batch_size
-        beta = grpo.beta if batch.samples.counted.any() else 0.0
-        pulled = beta or (name == "dit" and self.options.dit_is_pulled)
+        learns = bool(batch.samples.counted.any())  # else it is scored for the metrics only
+        beta = grpo.beta if learns else 0.0
+        pulled = beta or (learns and name == "dit" and self.options.dit_is_pulled)
         together = grpo.importance_sampling_level != "token"
         chunks = list(split_chunks(policy, batch.counted(), size, not pulled, together))
         passes, tally = len(chunks), Tally(policy.has_log_ratios(batch.samples))
@@ -162,7 +163,7 @@ class Learner:
             options = loss_options(name, grpo) | loss_counts(batch, chunk) | more
             scored = new, chunk.old_logprobs, chunk.advantages
             loss, metrics = self.losses[name](*scored, as_tensors=True, **options)
-            loss.backward()
+            (learns * loss).backward()
             numbers = metrics | extra | {"loss": loss.detach()}
             numbers = {k: torch.as_tensor(v, device=new.device) for k, v in numbers.items()}
             tally.add(i, chunk, new, numbers)
