@@ -40,13 +40,13 @@ from glm_grpo.run.build import (
     part_weights,
 )
 from .config import Config, check_config, image_height_width
-from .command_line import Words, metrics_help, parse_args, run_command
+from .command_line import Words, metrics_help, parse_args, print_note, run_command
 from .report import before_after_grid, write_page
 from ..training.callbacks import Callback
-from ..training.checkpoints import find_checkpoint, read_note, run_folder
+from ..training.checkpoints import find_checkpoint, read_note, run_folder, whole_checkpoint
 from ..training.figures import save_figure
 from ..training.interrupts import STATUSES, remedy
-from ..training.ranks import Ranks
+from ..training.ranks import Ranks, unused_settings
 
 NOTHING_TO_SCORE = "Nothing to score in these prompts."
 SHOWN = 384  # pixels: the longer side of an image in the files of a run
@@ -323,8 +323,8 @@ class PeriodicEvaluation(Callback):
 HELP = """\
 usage: python -m glm_grpo.evaluate [--checkpoint FOLDER] [--section.option VALUE ...]
 
---checkpoint: a checkpoint of training, or the folder of a run: its newest checkpoint; without it
-    the model itself is evaluated
+--checkpoint: a checkpoint of training, the folder ema in it, or the folder of a run: its newest
+    checkpoint; without it the model itself is evaluated
 --baseline: another checkpoint of the same model, to compare with; without it: the model without a
     checkpoint
 --model: folder or hub id, if not the model of the run
@@ -404,13 +404,19 @@ def evaluate_command(argv: list[str]) -> int:
         raise UserError("--baseline is compared with a checkpoint. Add --checkpoint FOLDER.")
     checkpoint = find_checkpoint(given) if given else None
     baseline = find_checkpoint(other) if other else None
-    if baseline and read_note(checkpoint)["made_by"] != read_note(baseline)["made_by"]:
+    notes = [read_note(whole_checkpoint(path)) for path in (checkpoint, baseline) if path]
+    if baseline and notes[0]["made_by"] != notes[1]["made_by"]:
         raise UserError(
             f"--baseline {baseline}: made with another model or adapter than {checkpoint}. Compare "
             "checkpoints of the same model."
         )
     run = run_folder(checkpoint) if checkpoint else None
-    out = Path(out or (run / f"eval_{checkpoint.name}" if run else "outputs/eval"))
+    if run:
+        inside = checkpoint.resolve().relative_to(run / "checkpoints")
+        out = out or run / "_".join(["eval", *inside.parts])
+    elif checkpoint:
+        print_note(f"{checkpoint}: in no run's folder, so the options are those given here")
+    out = Path(out or "outputs/eval")
     check_output_folder(out)
     if (out / "config.yaml").exists():
         raise UserError(
@@ -421,6 +427,8 @@ def evaluate_command(argv: list[str]) -> int:
     config.model.name = name or config.model.name
     check_config(config, trains=False)
     config.training.eval_samples = config.training.eval_samples or 4
+    for line in unused_settings():
+        print_note(line)
     with Ranks.start(config.model.device) as ranks:
         compare(config, checkpoint, baseline, out, ranks)
     return 0

@@ -196,7 +196,7 @@ class CheckpointCallback(Callback):
             trainer.save_checkpoint(self.saved)
         self.save_best(trainer)
         if self.keep is not None and ranks.first:
-            keep_newest(self.folder, self.keep)
+            keep_newest(self.folder, self.keep, step)
 
     def save_best(self, trainer) -> None:
         "checkpoint_best, if an evaluation of this step is the best."
