@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['NOTHING_TO_SCORE', 'SHOWN', 'HELP', 'measure_prompts', 'without_nan', 'summarise', 'evaluate', 'eval_record',
-           'write_eval', 'describe_result', 'evaluate_config', 'PeriodicEvaluation', 'compare', 'evaluate_command',
-           'main']
+           'write_eval', 'describe_result', 'evaluate_config', 'read_history', 'PeriodicEvaluation', 'compare',
+           'evaluate_command', 'main']
 
 # %% ../../nbs/6_run/14_evaluation.ipynb #n015
 import json
@@ -264,6 +264,27 @@ def evaluate_config(
     return result
 
 # %% ../../nbs/6_run/14_evaluation.ipynb #m005
+def read_history(
+    path: str | Path,  # eval_history.jsonl
+) -> list[dict]:
+    "The evaluations of a run. UserError names a line that is none."
+    history = read_records(
+        path, {"step": int, "reward_mean": float, "prompts": list, "seeds": list}
+    )
+    for number, line in enumerate(history, 1):
+        try:
+            for name in ("metrics", "statistics"):
+                torch.tensor([line.get("standard_error", 0.0), *line.get(name, {}).values()])
+            for table in [line.get("rewards", [[]]), *line.get("values", {}).values()]:
+                torch.tensor([[math.nan if x is None else x + 0.0 for x in row] for row in table])
+        except Exception as e:
+            raise UserError(
+                f"{path}, line {number}: no evaluation ({type(e).__name__}: {e}). Delete this line, "
+                "or move the file out of the run's folder."
+            ) from None
+    return history
+
+
 class PeriodicEvaluation(Callback):
     """Evaluates every few steps, keeps eval_history.jsonl (a line per evaluation), and warns of
     reward hacking."""
@@ -284,8 +305,7 @@ class PeriodicEvaluation(Callback):
         self.alarms = []  # what the newest evaluation warns of
         self.history = []
         if self.path.is_file():
-            needed = {"step": int, "reward_mean": float, "prompts": list, "seeds": list}
-            self.history = read_records(self.path, needed)
+            self.history = read_history(self.path)
 
     def add(
         self,

@@ -348,7 +348,14 @@ def describe_newer(
 def read_metrics(path: str | Path) -> list[dict]:
     "The lines of metrics.jsonl. UserError names a broken line."
     path = Path(path)
-    return read_records(path, {"step": int}) if path.is_file() else []
+    lines = read_records(path, {"step": int}) if path.is_file() else []
+    for number, line in enumerate(lines, 1):
+        if wrong := [k for k, v in line.items() if not isinstance(v, int | float | None)]:
+            raise UserError(
+                f"{path}, line {number}: '{wrong[0]}' is no number. Delete this line, or move the "
+                "file out of the run's folder."
+            )
+    return lines
 
 
 def write_config(config: Config, out: str | Path) -> None:

@@ -135,8 +135,11 @@ class JsonlLogger(Callback):
         "Remove lines after the trainer's step, and half-written ones."
         keep = []
         for line in read_text(self.path).splitlines() if self.path.exists() else ():
-            with contextlib.suppress(ValueError, LookupError, TypeError):  # half a line
-                if json.loads(line)["step"] <= trainer.step:
+            # half a line, or one with what is no number
+            with contextlib.suppress(ValueError, LookupError, TypeError, AttributeError):
+                values = json.loads(line)
+                np.array([*values.values()], float)
+                if values["step"] <= trainer.step:
                     keep.append(line + "\n")
         with atomic_write(self.path) as f:
             f.writelines(keep)
