@@ -279,8 +279,8 @@ def read_history(
                 torch.tensor([[math.nan if x is None else x + 0.0 for x in row] for row in table])
         except Exception as e:
             raise UserError(
-                f"{path}, line {number}: no evaluation ({type(e).__name__}: {e}). Delete this line, "
-                "or move the file out of the run's folder."
+                f"{path}, line {number}: no evaluation ({type(e).__name__}: {e}). Delete this "
+                "line, or move the file out of the run's folder."
             ) from None
     return history
 
