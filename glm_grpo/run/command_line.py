@@ -29,7 +29,7 @@ from ..data.basics import option_value, problem_with, read_entries, refuse, show
 from ..rewards.registry import METRICS, function_places
 from ..rewards.remote import TOKEN
 from .config import GONE, OPTIONS, Config, to_yaml, translate
-from ..training.checkpoints import find_checkpoint, read_note, run_folder
+from ..training.checkpoints import find_checkpoint, run_folder, step_in
 from ..training.interrupts import STATUSES, steady_output, take_debug, tell_end
 from ..training.interrupts import Interrupts, leave_soon
 from ..training.ranks import end_alone
@@ -305,7 +305,7 @@ def changes_of(
 def rising_rates(
     was: Config,  # of the run
     now: Config,
-    step: int,  # that is done
+    step: float,  # that is done
 ) -> list[str]:
     "A sentence, if a run that became longer goes on with a higher learning rate than it ended."
 
@@ -369,7 +369,7 @@ def parse_args(
         check_trust(config, build(given, typed), run / "config.yaml", trusted)
         notes += changes_of(config, of_run)
         if resume:
-            notes += rising_rates(build(of_run), config, read_note(checkpoint)["step"])
+            notes += rising_rates(build(of_run), config, step_in(checkpoint))
     elif resume:
         notes.append(f"{checkpoint}: in no run's folder, so the options are those given here")
     for note in notes:
