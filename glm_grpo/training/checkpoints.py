@@ -64,9 +64,9 @@ def make_note(trainer: "MinimalGRPOTrainer") -> dict:  # noqa: F821
         },
         "step": trainer.step,
         "bad_steps": trainer.bad_steps,
-        "written": time.time(),  # seconds; copies of a file get other times
         "data": getattr(trainer.train_dataloader, "state_dict", lambda: None)(),
         "options": json.loads(json.dumps(options, default=str)),
+        "written": time.time(),  # seconds; copies of a file get other times
     }
 
 # %% ../../nbs/5_training/12_checkpoints.ipynb #n015r
