@@ -8,7 +8,12 @@ if __name__ == "__main__":
 
     leave_at_once()  # a signal while torch is imported: one line, no traceback
 
-from glm_grpo.rewards.remote import RemoteReward, serve
+if __name__ == "__mp_main__":  # a process that a reward has started
+    from glm_grpo.training.interrupts import end_with_parent
+
+    end_with_parent()
+else:
+    from glm_grpo.rewards.remote import RemoteReward, serve
 
 __all__ = ["RemoteReward", "serve"]
 

@@ -78,6 +78,9 @@ def test_a_broken_note(checkpoint):
     for key, value in [
         *[("step", "2"), ("bad_steps", "none"), ("options", None), ("made_by", None)],
         *[("data", "two"), ("data", {}), ("data", note["data"] | {"batches": None})],
+        *[("step", True), ("step", -1), ("bad_steps", 0.5), ("data", [1]), ("written", "now")],
+        *[("made_by", note["made_by"] | {"trains": t}) for t in (3, "LoRA x", "LoRA [1]")],
+        ("data", note["data"] | {"batches": -1}),
     ]:
         contents.append(json.dumps({**note, key: value}).encode())
     contents.append(json.dumps({k: v for k, v in note.items() if k != "step"}).encode())
@@ -142,6 +145,7 @@ def test_a_broken_adapter_is_named_and_changes_nothing(adapter, tmp_path):
         ("adapter_config.json", b"\xff", "the adapter does not load (UnicodeDecodeError"),
         ("adapter_config.json", json.dumps(config | {"r": "two"}).encode(), "(ValueError"),
         ("adapter_config.json", json.dumps(config | {"lora_alpha": None}).encode(), "(TypeError"),
+        ("adapter_config.json", json.dumps(config | {"target_modules": 7}).encode(), "(TypeError"),
     ):
         broken = shutil.copytree(path, tmp_path / "broken", dirs_exist_ok=True)
         (broken / name).write_bytes(content)
@@ -170,14 +174,20 @@ def test_full_weights_that_are_not_finite_are_refused(tmp_path):
 
 def test_a_broken_log_is_named(tmp_path):
     log = tmp_path / "metrics.jsonl"
-    for content, line in ((b"\xff\xfe\x00", 1), (b'{"step": 1}\n[2]\n', 2)):
+    for content, line in (
+        (b"\xff\xfe\x00", 1),
+        (b'{"step": 1}\n[2]\n', 2),
+        (b'{"step": 1}\n{"step": 2, "kl": [0.5]}\n', 2),
+    ):
         log.write_bytes(content)
         assert f"metrics.jsonl, line {line}: " in refusal(read_metrics, log)
 
 
 def test_the_log_of_a_run_takes_out_lines_without_a_step(tmp_path):
     log = tmp_path / "metrics.jsonl"
-    log.write_bytes(b'{"step": 1, "loss": 0.5}\n[2]\n{"step": "2"}\n{"step": 2')
+    log.write_bytes(
+        b'{"step": 1, "loss": 0.5}\n[2]\n{"step": "2"}\n{"step": 1, "loss": "low"}\n{"step": 2'
+    )
     trainer = toy_trainer()
     trainer.step, trainer.callbacks = 1, [JsonlLogger(log)]
     trainer.train(1)
@@ -189,7 +199,15 @@ def test_the_log_of_a_run_takes_out_lines_without_a_step(tmp_path):
 
 def test_a_broken_history_is_named(tmp_path):
     history = tmp_path / "eval_history.jsonl"
-    for content in (b"\xff\xfe", b"{\n", b'{"step": null, "reward_mean": 0.5}\n'):
+    line = {"step": 1, "reward_mean": 0.5, "prompts": ["a"], "seeds": [0], "rewards": [[0.5]]}
+    history.write_text(json.dumps(line))
+    assert PeriodicEvaluation(history, dict).history == [line]
+    wrong = [{"rewards": 1}, {"rewards": [["x"]]}, {"metrics": [1]}, {"metrics": {"mse": "low"}}]
+    wrong += [{"values": {"mse": [None]}}, {"standard_error": {}}]
+    for content in (
+        *(b"\xff\xfe", b"{\n", b'{"step": null, "reward_mean": 0.5}\n'),
+        *(json.dumps(line | changes).encode() for changes in wrong),
+    ):
         history.write_bytes(content)
         assert "eval_history.jsonl, line 1: " in refusal(PeriodicEvaluation, history, dict)
 
@@ -219,6 +237,12 @@ def test_the_program_tells_of_a_broken_checkpoint(run, tmp_path, capsys):
         message = told(capsys)
         assert str(checkpoint) in message and "another" in message
         (checkpoint / name).write_bytes(whole)
+    note = json.loads((checkpoint / "trainer.json").read_text())
+    for changes in ({"data": [1]}, {"made_by": note["made_by"] | {"trains": "LoRA x"}}):
+        (checkpoint / "trainer.json").write_text(json.dumps(note | changes))
+        for found in (checkpoint, "latest"):  # one that cannot be read is not skipped
+            assert main(*options, "--num_steps", 2, "--resume", found, "--dry_run") == 2
+            assert "trainer.json: no complete checkpoint" in told(capsys)
 
 
 @pytest.mark.parametrize(

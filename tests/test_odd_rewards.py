@@ -1,9 +1,16 @@
 """Rewards that exit the program or change its settings: one message names the reward, and the
 steps so far are saved. And whose code and servers a run uses."""
 
+import os
+import signal
+import subprocess
+import sys
+import time
+
 import pytest
 import torch
 from helpers import (
+    ROOT,
     counting_reward,
     evaluate_main,
     files,
@@ -172,3 +179,112 @@ def test_only_a_server_that_the_command_names_is_used(run_with_a_server, folder,
     more = ["--training.eval_samples", 1, "--training.eval_prompts", 1]
     assert evaluate_main("--checkpoint", run, *more, "--reward.remote", f"{{far: {url}}}") == 0
     assert steps(run) == [1, 2] and {*heard} == {(url, "open-sesame")}
+
+
+# rewards whose work other processes do; each line of `started` is one of them
+POOL = """
+import multiprocessing, os, time
+from concurrent.futures import ProcessPoolExecutor
+
+def work(value):
+    open({started!r}, "a").write(f"{{os.getpid()}}\\n")
+    {work}
+    return value
+
+{begin}
+
+def green(images):
+    values = (images[:, 1].mean((1, 2)) - images[:, [0, 2]].mean((1, 2, 3))).tolist()
+    {call}
+"""
+FORK = "ProcessPoolExecutor(2, multiprocessing.get_context('fork'))"
+POOLS = {  # at the top of the file, in the function
+    "executor": (f"pool = {FORK}", "return list(pool.map(work, values))"),
+    "executor, spawn": (
+        f"pool = {FORK}".replace("fork", "spawn"),
+        "return list(pool.map(work, values))",
+    ),
+    "in each call": (
+        "pools = multiprocessing.get_context('fork')",
+        "with pools.Pool(2) as pool: return pool.map(work, values)",
+    ),
+    "when it is needed, spawn": (
+        "pools = []",
+        "pools or pools.append(multiprocessing.get_context('spawn').Pool(2))\n"
+        "    return pools[0].map(work, values)",
+    ),
+}
+
+
+def start_with_pool(folder, name, work="", steps=1000):
+    begin, call = POOLS[name]
+    started = str(folder / "started")
+    (folder / "green.py").write_text(
+        POOL.format(started=started, work=work, begin=begin, call=call)
+    )
+    words = ["--num_steps", steps, "--output_dir", folder / "run", "--training.trackers", "null"]
+    words += ["--reward.time_limit", 20]
+    return subprocess.Popen(
+        [sys.executable, "-m", "glm_grpo.train", *small(folder, *words)],
+        cwd=ROOT,
+        stdout=open(folder / "out", "w"),
+        stderr=open(folder / "err", "w"),
+        start_new_session=True,
+    )
+
+
+def still_there(folder):
+    "The processes of the pool that have not ended."
+    found = set()
+    for process in set((folder / "started").read_text().split()):
+        try:
+            with open(f"/proc/{process}/stat") as f:
+                found |= {process} if f.read().rpartition(")")[2].split()[0] != "Z" else set()
+        except FileNotFoundError:
+            pass
+    return found
+
+
+def wait_until(condition, process):
+    limit = time.monotonic() + 90
+    while not condition():
+        assert process.poll() is None and time.monotonic() < limit
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("name", POOLS)
+def test_a_pool_of_processes_works_and_ends_with_the_run(folder, name):
+    process = start_with_pool(folder, name, steps=2)
+    assert process.wait(90) == 0, (folder / "err").read_text()
+    assert steps(folder / "run") == [1, 2] and not still_there(folder)
+
+
+@pytest.mark.parametrize("name", ["executor", "in each call", "executor, spawn"])
+def test_ctrl_c_in_a_terminal_is_the_business_of_the_run_and_not_of_its_pool(folder, name):
+    process, log = start_with_pool(folder, name), folder / "run/metrics.jsonl"
+    wait_until(lambda: log.exists() and len(log.read_text().splitlines()) > 1, process)
+    os.killpg(process.pid, signal.SIGINT)
+    assert process.wait(60) == 130
+    assert "saved; continue with" in (folder / "out").read_text()
+    assert "Traceback" not in (folder / "err").read_text() and not still_there(folder)
+
+
+@pytest.mark.parametrize("name", ["executor", "executor, spawn"])
+def test_a_pool_ends_with_a_run_that_is_killed(folder, name):
+    process = start_with_pool(folder, name)
+    wait_until(lambda: (folder / "started").exists(), process)
+    process.kill()
+    process.wait()
+    limit = time.monotonic() + 20
+    while still_there(folder):
+        assert time.monotonic() < limit
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize("name", ["executor", "when it is needed, spawn"])
+def test_a_pool_that_hangs_does_not_keep_the_run(folder, name):
+    process = start_with_pool(folder, name, work="time.sleep(10000)")
+    assert process.wait(90) == 2
+    assert "green has not answered within 20 s" in (folder / "err").read_text()
+    time.sleep(2)
+    assert not still_there(folder)

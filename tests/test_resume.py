@@ -1,13 +1,16 @@
 "Going on with a run: which options count, which checkpoint is meant, when checkpoints are written."
 
 import contextlib
+import json
+import os
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
 import pytest
-from helpers import GREEN, PROMPTS, ROOT, contents, main, read_json, small, steps
+from helpers import GREEN, PROMPTS, ROOT, contents, evaluate_main, main, read_json, resume, small
+from helpers import step_of, steps
 
 from glm_grpo.run.command_line import parse_args
 from glm_grpo.training.callbacks import CheckpointCallback
@@ -100,6 +103,85 @@ def test_a_run_that_is_done_says_how_it_goes_on(run, tmp_path, capsys, dry):
     assert main("--config", file, "--trust_run_code", "--resume", run, *dry) == 2
     assert "1 steps are done, and training.max_steps is 1" in (err := capsys.readouterr().err)
     assert "such as --num_steps 2" in err
+
+
+@pytest.fixture(scope="module")
+def long(tmp_path_factory):
+    "A run of four steps that kept the last two checkpoints."
+    folder = tmp_path_factory.mktemp("long")
+    (folder / "prompts.txt").write_text("\n".join(PROMPTS) + "\n")
+    (folder / "green.py").write_text(GREEN)
+    words = ["--training.save_interval", 1, "--training.keep_checkpoints", 2]
+    words += ["--training.ema_decay", 0.9, "--training.learning_rate", 1e-3, "--num_steps", 4]
+    with contextlib.chdir(ROOT):
+        assert main(*small(folder, *words, "--output_dir", folder / "run")) == 0
+    return folder / "run"
+
+
+@pytest.fixture
+def copied(long, tmp_path, capsys):
+    "A copy whose files have other times: the older a checkpoint, the later its files."
+    run = Path(shutil.copytree(long, tmp_path / "copied"))
+    for checkpoint in (run / "checkpoints").iterdir():
+        for path in checkpoint.rglob("*"):
+            os.utime(path, (1e9 - step_of(checkpoint), 1e9 - step_of(checkpoint)))
+    capsys.readouterr()
+    return run
+
+
+def names(run):
+    return sorted(path.name for path in (run / "checkpoints").iterdir())
+
+
+def test_latest_goes_by_the_step_and_not_by_the_times_of_files(copied):
+    for way in (["latest", "--output_dir", copied], [copied]):
+        assert (
+            resume(*way, "--num_steps", step_of(copied / "checkpoints/checkpoint_final") + 1) == 0
+        )
+    assert steps(copied) == [1, 2, 3, 4, 5, 6]
+    assert names(copied) == ["checkpoint_final", "checkpoint_step_5", "checkpoint_step_6"]
+
+
+def test_a_resume_from_an_older_checkpoint_loses_no_newer_one(copied, capsys):
+    older = copied / "checkpoints/checkpoint_step_3"
+    older.rename(older.with_name("checkpoint_step_1"))
+    older = older.with_name("checkpoint_step_1")
+    note = read_json(older / "trainer.json")
+    (older / "trainer.json").write_text(json.dumps(note | {"step": 1}))
+    words = ["--num_steps", 3, "--training.keep_checkpoints", 1]
+    assert resume(older, *words, "--dry_run") == 0
+    said = notes(capsys)
+    assert any("checkpoints after step 1: checkpoint_final, checkpoint_step_4" in x for x in said)
+    assert resume(older, *words) == 0
+    assert steps(copied) == [1, 2, 3]
+    kept = ["checkpoint_final", "checkpoint_final_of_step_4", "checkpoint_step_3"]
+    assert names(copied) == [*kept, "checkpoint_step_4"]
+    assert step_of(copied / "checkpoints/checkpoint_final_of_step_4") == 4
+
+
+def test_a_run_that_becomes_longer_says_how_its_learning_rate_changes(long, capsys):
+    assert resume(long, "--num_steps", 8, "--dry_run") == 0
+    said = next(note for note in notes(capsys) if "rises again" in note)
+    assert "from 25% of its value at step 4 to 50% at step 5" in said
+    keep = said.partition("To keep it: ")[2].split()
+    assert keep == "--training.lr_scheduler constant --training.learning_rate 0.00025".split()
+    for other in (["--num_steps", 8, *keep], ["--num_steps", 5]):
+        assert resume(long, *other, "--dry_run") == 0
+        assert not any("rises" in note for note in notes(capsys))
+
+
+def test_the_averages_of_a_checkpoint_are_measured_with_the_options_of_the_run(copied, capsys):
+    ema = copied / "checkpoints/checkpoint_final/ema"
+    few = ["--training.eval_samples", 1, "--training.eval_prompts", 1, "--trust_run_code"]
+    for way in (ema, ema / "adapter_model.safetensors", ema.parent):
+        assert evaluate_main("--checkpoint", way, *few) == 0
+        assert "in no run's folder" not in capsys.readouterr().out
+    found = [read_json(copied / f"eval_checkpoint_final{end}/eval.json") for end in ("", "_ema")]
+    assert found[0]["after"]["rewards"] == found[1]["after"]["rewards"]
+    assert "green" in found[1]["after"]["metrics"]
+    alone = shutil.copytree(ema.parent, copied.parent / "alone")
+    assert evaluate_main("--checkpoint", alone / "ema", "--data.image_size", 100) == 2
+    assert "in no run's folder" in capsys.readouterr().out
 
 
 def saved_by(folder, *numbers, **options):

@@ -79,7 +79,8 @@ class PromptLoader:
         """Continue from a state. UserError: the number of prompts, the batch size or the seed
         differs, or it is no such state."""
         own = self.state_dict()
-        if not isinstance(state, dict) or type(state.get("batches")) is not int:
+        batches = state.get("batches") if isinstance(state, dict) else None
+        if type(batches) is not int or batches < 0:
             raise UserError("the checkpoint's place in the data is broken. Use another checkpoint.")
         for key, name in _STATE_NAMES.items():
             if state.get(key) != own[key]:
@@ -87,7 +88,7 @@ class PromptLoader:
                     f"the checkpoint was made with {name} {state.get(key)}, this run has "
                     f"{own[key]}. Use the same to resume, or start a new run."
                 )
-        self.batches = state["batches"]
+        self.batches = batches
 
     def __len__(self) -> int:
         "Batches until every prompt has occurred at least once; the iterator itself never ends."

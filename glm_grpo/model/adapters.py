@@ -135,13 +135,14 @@ def read_adapter(
         if isinstance(names, str):  # the regular expression of `add_lora` ends with (a|b|c)
             names = re.fullmatch(r".*\((.*)\)", names)[1].replace("\\", "").split("|")
         options = {"rank": int(config["r"]), "alpha": float(config["lora_alpha"])}
+        options[LORA_PLACES[half][1]] = tuple(names)
     except Exception as error:
         raise UserError(
             f"{folder}: the adapter does not load ({type(error).__name__}: {error}). "
             "Give another folder that training wrote, such as checkpoints/checkpoint_final."
         ) from error
     check_finite_weights(tensors, file)
-    return options | {LORA_PLACES[half][1]: tuple(names)}, tensors
+    return options, tensors
 
 
 def check_finite_weights(

@@ -14,6 +14,7 @@ import os
 import pkgutil
 import sys
 from collections.abc import Callable
+from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
@@ -44,15 +45,23 @@ def named_functions(
     return found
 
 # %% ../../nbs/4_rewards/20_registry.ipynb #r750c92
+def _module_name(file: Path) -> str:
+    "The file's own name, if a process that the reward starts finds this file by it."
+    name, loaded = file.stem, sys.modules.get(file.stem)
+    found = PathFinder.find_spec(name, [*sys.path, str(file.parent)])
+    places = [found and found.origin, getattr(loaded, "__file__", str(file))]
+    return name if places == [str(file)] * 2 else f"reward_file_{name}"
+
+
 def _import(place: str) -> ModuleType:  # file.py or package.module
     "While it is loaded, the modules next to it come before others, as with `python my.py`."
     is_file = place.endswith(".py")
     folder = str(Path(place).resolve().parent) if is_file else os.getcwd()
+    name = _module_name(Path(place).resolve())
     sys.path.insert(0, folder)
     try:
         if not is_file:
             return importlib.import_module(place)
-        name = f"reward_file_{Path(place).stem}"
         spec = importlib.util.spec_from_file_location(name, place)
         sys.modules[name] = module = importlib.util.module_from_spec(spec)  # dataclasses look there
         spec.loader.exec_module(module)

@@ -5,7 +5,8 @@
 # %% auto #0
 __all__ = ['VERSION', 'TOKEN', 'MAX_BYTES', 'MAX_PIXELS', 'MAX_ANSWER', 'HEALTH_TIMEOUT', 'WAITRESS', 'serve', 'FIXES',
            'encode_images', 'decode_images', 'read_request', 'read_token', 'clean', 'is_this_machine', 'drop_refused',
-           'RewardServer', 'RemoteError', 'is_temporary', 'exchange', 'wait_for_server', 'RemoteReward']
+           'RewardServer', 'RemoteError', 'is_temporary', 'exchange', 'wait_for_server', 'check_address',
+           'RemoteReward']
 
 # %% ../../nbs/4_rewards/16_remote.ipynb #n002
 import asyncio
@@ -343,6 +344,21 @@ def wait_for_server(
         time.sleep(min(left, pause))
 
 # %% ../../nbs/4_rewards/16_remote.ipynb #n031
+def check_address(url: str) -> None:
+    "UserError: it is no address of a server."
+    try:
+        address = httpx2.URL(url)
+        known = address.host.encode("idna") and (address.port is None or 0 < address.port < 65536)
+    except (httpx2.InvalidURL, ValueError):  # ValueError: a label of the host's name
+        known = False
+    if not known or not re.fullmatch(r"https?://[\w.:\[\]-]+(/[\w.~%/-]*)?", url):
+        raise UserError(
+            "The address of a remote reward is written like http://127.0.0.1:8000 or "
+            f"https://scorer.example/path, not {url!r}. "
+            f"Put a token into the environment variable {TOKEN}."
+        )
+
+
 class RemoteReward:
     """A reward that another process computes, queried over HTTP.
 
@@ -366,15 +382,10 @@ class RemoteReward:
         # requests at a time: one is encoded and sent while another is scored
         parallel: int = 2,
     ):
+        check_address(url)
         self.url, self.timeout, self.retries = url.rstrip("/"), timeout, retries
         self.batch_size, self.patience, self.lock = batch_size, patience, threading.Lock()
         self.workers = [Worker(f"requests to {url}") for _ in range(parallel)]
-        if not re.fullmatch(r"https?://[\w.:\[\]-]+(/[\w.~%/-]*)?", url):
-            raise UserError(
-                "The address of a remote reward is written like http://127.0.0.1:8000 or "
-                f"https://scorer.example/path, not {url!r}. "
-                f"Put a token into the environment variable {TOKEN}."
-            )
         is_open = url.startswith("http:") and not is_this_machine(httpx2.URL(url).host)
         if is_open and read_token():
             warnings.warn(

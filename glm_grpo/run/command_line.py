@@ -5,7 +5,8 @@
 # %% auto #0
 __all__ = ['FLAGS', 'SHORT', 'SECTIONS', 'HELP', 'MORE', 'PLACE', 'BEGAN_WITH', 'Words', 'find_option', 'entry_of',
            'metrics_help', 'help_all', 'option_parser', 'convert', 'build', 'read_values', 'read_options', 'code_of',
-           'words_to_go_on', 'check_trust', 'print_note', 'name_file', 'changes_of', 'parse_args', 'run_command']
+           'words_to_go_on', 'check_trust', 'print_note', 'name_file', 'changes_of', 'rising_rates', 'parse_args',
+           'run_command']
 
 # %% ../../nbs/6_run/04_command_line.ipynb #c89e3e23f
 import difflib
@@ -28,7 +29,7 @@ from ..data.basics import option_value, problem_with, read_entries, refuse, show
 from ..rewards.registry import METRICS, function_places
 from ..rewards.remote import TOKEN
 from .config import GONE, OPTIONS, Config, to_yaml, translate
-from ..training.checkpoints import find_checkpoint, run_folder
+from ..training.checkpoints import find_checkpoint, run_folder, step_in
 from ..training.interrupts import STATUSES, steady_output, take_debug, tell_end
 from ..training.interrupts import Interrupts
 from ..training.ranks import end_alone
@@ -301,6 +302,30 @@ def changes_of(
     return found
 
 
+def rising_rates(
+    was: Config,  # of the run
+    now: Config,
+    step: float,  # that is done
+) -> list[str]:
+    "A sentence, if a run that became longer goes on with a higher learning rate than it ended."
+
+    def share(config, step):
+        linear = config.training.lr_scheduler == "linear"
+        return 1 - linear * min(step / config.training.max_steps, 1)
+
+    old, new, training = share(was, step - 1), share(now, step), now.training
+    if now.training.lr_scheduler == "constant" or not 0 < old < new:
+        return []
+    keep = f"--training.learning_rate {was.training.learning_rate * old:.3g}"
+    if (rate := was.training.dit_learning_rate) is not None:
+        keep += f" --training.dit_learning_rate {rate * old:.3g}"
+    return [
+        f"the learning rate rises again, from {old:.0%} of its value at step {step} to {new:.0%} "
+        f"at step {step + 1}, because it falls to 0 at step {training.max_steps} now. To keep "
+        f"it: --training.lr_scheduler constant {keep}"
+    ]
+
+
 def parse_args(
     argv: list[str] | Words,  # words of the command line
     run: Path | None = None,  # folder of a run whose options count; --resume names another
@@ -343,6 +368,10 @@ def parse_args(
     if run:
         check_trust(config, build(given, typed), run / "config.yaml", trusted)
         notes += changes_of(config, of_run)
+        if resume:
+            notes += rising_rates(build(of_run), config, step_in(checkpoint))
+    elif resume:
+        notes.append(f"{checkpoint}: in no run's folder, so the options are those given here")
     for note in notes:
         say(note)
     if prints:
@@ -360,8 +389,8 @@ def run_command(
     with steady_output():
         try:
             with Interrupts():
-                return command(words) or 0
+                status = command(words) or 0
         except BaseException as error:
             status = tell_end(error, debug)
             end_alone(status)  # one of several ranks: the others wait for it
-            return status
+    return status

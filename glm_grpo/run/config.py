@@ -22,12 +22,13 @@ from typing import Any, Literal
 import yaml
 
 from ..data.basics import above, at_least, bundled, check_options, list_options, option
-from ..data.basics import option_value, refuse, shown
+from ..data.basics import UserError, option_value, refuse, shown
 from ..data.images import height_width
 from ..data.rollout import RolloutOptions
 from ..model.adapters import LoraOptions
 from ..model.loading import is_hub_id
 from ..rewards.registry import BRING_WEIGHTS, METRICS, Brought, named_functions
+from ..rewards.remote import check_address
 from glm_grpo.training.options import (
     NORMALISE,
     GRPOOptions,
@@ -421,6 +422,11 @@ def reward_problems(config: Config) -> Iterator[str]:
         yield f"reward.models.{name}: no such metric. Give weights for one of {[*BRING_WEIGHTS]}."
     for name in sorted({*own} & {*remote}):
         yield f"reward.remote.{name}: a function has this name. Rename one of them."
+    for name, url in remote.items():  # also of a reward that is only measured
+        try:
+            check_address(url)
+        except UserError as e:
+            yield f"reward.remote.{name}: {e}"
     if not (reward.use_advanced or own):  # the distance to the target image
         if reward.normalise == "group":
             yield (

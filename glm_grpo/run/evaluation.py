@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['NOTHING_TO_SCORE', 'SHOWN', 'HELP', 'measure_prompts', 'without_nan', 'summarise', 'evaluate', 'eval_record',
-           'write_eval', 'describe_result', 'evaluate_config', 'PeriodicEvaluation', 'compare', 'evaluate_command',
-           'main']
+           'write_eval', 'describe_result', 'evaluate_config', 'read_history', 'PeriodicEvaluation', 'compare',
+           'evaluate_command', 'main']
 
 # %% ../../nbs/6_run/14_evaluation.ipynb #n015
 import json
@@ -40,13 +40,13 @@ from glm_grpo.run.build import (
     part_weights,
 )
 from .config import Config, check_config, image_height_width
-from .command_line import Words, metrics_help, parse_args, run_command
+from .command_line import Words, metrics_help, parse_args, print_note, run_command
 from .report import before_after_grid, write_page
 from ..training.callbacks import Callback
-from ..training.checkpoints import find_checkpoint, read_note, run_folder
+from ..training.checkpoints import find_checkpoint, read_note, run_folder, whole_checkpoint
 from ..training.figures import save_figure
 from ..training.interrupts import STATUSES, remedy
-from ..training.ranks import Ranks
+from ..training.ranks import Ranks, unused_settings
 
 NOTHING_TO_SCORE = "Nothing to score in these prompts."
 SHOWN = 384  # pixels: the longer side of an image in the files of a run
@@ -275,6 +275,27 @@ def evaluate_config(
     return result
 
 # %% ../../nbs/6_run/14_evaluation.ipynb #m005
+def read_history(
+    path: str | Path,  # eval_history.jsonl
+) -> list[dict]:
+    "The evaluations of a run. UserError names a line that is none."
+    history = read_records(
+        path, {"step": int, "reward_mean": float, "prompts": list, "seeds": list}
+    )
+    for number, line in enumerate(history, 1):
+        try:
+            for name in ("metrics", "statistics"):
+                torch.tensor([line.get("standard_error", 0.0), *line.get(name, {}).values()])
+            for table in [line.get("rewards", [[]]), *line.get("values", {}).values()]:
+                torch.tensor([[math.nan if x is None else x + 0.0 for x in row] for row in table])
+        except Exception as e:
+            raise UserError(
+                f"{path}, line {number}: no evaluation ({type(e).__name__}: {e}). Delete this "
+                "line, or move the file out of the run's folder."
+            ) from None
+    return history
+
+
 class PeriodicEvaluation(Callback):
     """Evaluates every few steps, keeps eval_history.jsonl (a line per evaluation), and warns of
     reward hacking."""
@@ -295,8 +316,7 @@ class PeriodicEvaluation(Callback):
         self.alarms = []  # what the newest evaluation warns of
         self.history = []
         if self.path.is_file():
-            needed = {"step": int, "reward_mean": float, "prompts": list, "seeds": list}
-            self.history = read_records(self.path, needed)
+            self.history = read_history(self.path)
 
     def add(
         self,
@@ -334,8 +354,8 @@ class PeriodicEvaluation(Callback):
 HELP = """\
 usage: python -m glm_grpo.evaluate [--checkpoint FOLDER] [--section.option VALUE ...]
 
---checkpoint: a checkpoint of training, or the folder of a run: its newest checkpoint; without it
-    the model itself is evaluated
+--checkpoint: a checkpoint of training, the folder ema in it, or the folder of a run: its newest
+    checkpoint; without it the model itself is evaluated
 --baseline: another checkpoint of the same model, to compare with; without it: the model without a
     checkpoint
 --model: folder or hub id, if not the model of the run
@@ -415,13 +435,19 @@ def evaluate_command(argv: list[str]) -> int:
         raise UserError("--baseline is compared with a checkpoint. Add --checkpoint FOLDER.")
     checkpoint = find_checkpoint(given) if given else None
     baseline = find_checkpoint(other) if other else None
-    if baseline and read_note(checkpoint)["made_by"] != read_note(baseline)["made_by"]:
+    notes = [read_note(whole_checkpoint(path)) for path in (checkpoint, baseline) if path]
+    if baseline and notes[0]["made_by"] != notes[1]["made_by"]:
         raise UserError(
             f"--baseline {baseline}: made with another model or adapter than {checkpoint}. Compare "
             "checkpoints of the same model."
         )
     run = run_folder(checkpoint) if checkpoint else None
-    out = Path(out or (run / f"eval_{checkpoint.name}" if run else "outputs/eval"))
+    if run:
+        inside = checkpoint.resolve().relative_to(run / "checkpoints")
+        out = out or run / "_".join(["eval", *inside.parts])
+    elif checkpoint:
+        print_note(f"{checkpoint}: in no run's folder, so the options are those given here")
+    out = Path(out or "outputs/eval")
     check_output_folder(out)
     if (out / "config.yaml").exists():
         raise UserError(
@@ -432,6 +458,8 @@ def evaluate_command(argv: list[str]) -> int:
     config.model.name = name or config.model.name
     check_config(config, trains=False)
     config.training.eval_samples = config.training.eval_samples or 4
+    for line in unused_settings():
+        print_note(line)
     with Ranks.start(config.model.device) as ranks:
         compare(config, checkpoint, baseline, out, ranks)
     return 0

@@ -135,8 +135,11 @@ class JsonlLogger(Callback):
         "Remove lines after the trainer's step, and half-written ones."
         keep = []
         for line in read_text(self.path).splitlines() if self.path.exists() else ():
-            with contextlib.suppress(ValueError, LookupError, TypeError):  # half a line
-                if json.loads(line)["step"] <= trainer.step:
+            # half a line, or one with what is no number
+            with contextlib.suppress(ValueError, LookupError, TypeError, AttributeError):
+                values = json.loads(line)
+                np.array([*values.values()], float)
+                if values["step"] <= trainer.step:
                     keep.append(line + "\n")
         with atomic_write(self.path) as f:
             f.writelines(keep)
@@ -196,7 +199,7 @@ class CheckpointCallback(Callback):
             trainer.save_checkpoint(self.saved)
         self.save_best(trainer)
         if self.keep is not None and ranks.first:
-            keep_newest(self.folder, self.keep)
+            keep_newest(self.folder, self.keep, step)
 
     def save_best(self, trainer) -> None:
         "checkpoint_best, if an evaluation of this step is the best."
