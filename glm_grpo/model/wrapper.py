@@ -185,7 +185,7 @@ class GLMImageWrapper:
     def reference(self) -> Iterator[None]:
         "Inside, the model is the one before training: adapters off. UserError with full weights."
         if not self.adapters:
-            fix = "train with LoRA (model.lora true), or set reward.grpo.beta to 0."
+            fix = "train with LoRA (model.lora true), or set reward.grpo.beta and dit_beta to 0."
             raise UserError(f"the reference policy is the model without its adapters: {fix}")
         with contextlib.ExitStack() as off:
             for adapted in self.adapters.values():

@@ -355,10 +355,11 @@ def weight_problems(config: Config) -> Iterator[str]:
             "training.optimizer: the package bitsandbytes is not installed. "
             "pip install 'glm_grpo[8bit]', or take adamw."
         )
-    if config.reward.grpo.beta and not model.lora:
+    halves = [half for half in ("ar", "dit") if model.component in (half, "both")]
+    if any(map(config.reward.grpo.beta_of, halves)) and not model.lora:
         yield (
             "reward.grpo.beta needs model.lora true: the reference policy is the model with the "
-            "adapter switched off. Train with LoRA, or set beta to 0."
+            "adapter switched off. Train with LoRA, or set beta (and dit_beta) to 0."
         )
     if model.torch_dtype == "float16" and not model.lora:
         yield (

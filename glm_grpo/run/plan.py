@@ -290,7 +290,8 @@ def step_seconds(
     learnt = 0
     for half in step.trained:
         forward = flop[half] * step.learning_passes[half] * decisions[half]
-        learnt += forward * (passes + extra[half])
+        referred = updates * bool(grpo.beta_of(half))  # the reference policy of the KL
+        learnt += forward * (passes + extra[half] + referred)
     return {
         "tokens": calls * read * step.bytes / (BANDWIDTH_REACHED * gpu.bandwidth),
         "denoising": denoised / (FLOP_REACHED * gpu.flop),

@@ -147,7 +147,7 @@ class Learner:
         "Add one policy's gradient to its weights, chunk by chunk."
         policy, grpo = self.policies[name], self.options.grpo
         size = self.options.step.micro_batch_size
-        beta = grpo.beta if batch.samples.counted.any() else 0.0
+        beta = grpo.beta_of(name) if batch.samples.counted.any() else 0.0
         pulled = beta or (name == "dit" and self.options.dit_is_pulled)
         together = grpo.importance_sampling_level != "token"
         chunks = list(split_chunks(policy, batch.counted(), size, not pulled, together))

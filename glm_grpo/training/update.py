@@ -58,9 +58,7 @@ def loss_counts(
 def loss_options(policy: str, grpo: GRPOOptions) -> dict:
     "The arguments of `compute_grpo_loss` for a policy, except the KL's weight."
     return {
-        "clip_range": grpo.clip_range_of(policy),
-        "clip_range_high": grpo.clip_range_high,
-        "delta": grpo.delta,
+        **grpo.clip_of(policy),
         "loss_type": grpo.loss_type,
         "importance_sampling_level": grpo.importance_sampling_level,
         "kl_estimator": grpo.kl_estimator,
