@@ -67,6 +67,11 @@ def test_every_number_text_and_choice_is_checked():
 SLIPS = {  # words -> a part of the message
     "--reward.grpo.group_size 1": "reward.grpo.group_size 1: must be at least 2",
     "--reward.grpo.beta 0.1 --model.lora false": "needs model.lora true",
+    **{
+        f"--model.component {half} --model.torch_dtype float16 --model.lora {lora}": "cannot train"
+        for half in ("ar", "dit", "both")
+        for lora in ("true", "false")
+    },
     "--data.image_size 100": "The nearest that works is 96",
     "--reward.metrics.edit 1": "edit judges edits",
     "--model.component dit --rollout.noise_level 0": "rollout.noise_level",
@@ -102,7 +107,7 @@ def test_slips_are_refused(line, part):
 
 
 FINE = [
-    "--reward.grpo.beta 0.1 --model.torch_dtype float16",
+    "--reward.grpo.beta 0.1 --model.torch_dtype bfloat16",
     "--training.shard true --model.lora false",
     "--reward.metrics.beauty 1 --reward.functions a.py:beauty",
     "--reward.metrics.clip 1 --reward.models.clip models/clip",

@@ -80,7 +80,7 @@ class GLMImageWrapper:
             raise UserError(f"component '{component}': take ar, dit or both.")
         self.name, self.component, self.seed = str(model_name), component, seed
         self.device = pick_device(device if device_map in (None, "auto") else device_map)
-        self.dtype = pick_dtype(torch_dtype, self.device, all_weights=lora in (None, False))
+        self.dtype = pick_dtype(torch_dtype, self.device, trains=True)
         place = "cpu" if offload else self.device  # both halves may be too large for the device
         self.pipe = load_pipeline(model_name, self.dtype, place, revision)
         self.processor, self.tokenizer = self.pipe.processor, self.pipe.processor.tokenizer
