@@ -144,6 +144,7 @@ class Samples:
     # [n, T] float32, recorded while sampling where scoring computes old_logprobs again
     sampling_logprobs: Tensor | None = per_row(default=None)
     decisions: int | None = None  # T, where chunks hold fewer of them
+    relative: bool = False  # True: `score` gives log-ratios, and old_logprobs are 0
 
     def __len__(self):
         return len(self.rollout)

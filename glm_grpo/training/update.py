@@ -102,8 +102,9 @@ class Tally:
         if not self.log_ratios:
             self.metrics.append({k: v for k, v in metrics.items() if k not in RATIO_METRICS})
             return
-        entropy = -chunk.old_logprobs.float().contiguous().mean()  # the strides change the rounding
-        self.metrics.append(metrics | {"entropy": entropy})
+        if not chunk.relative:  # the strides change the rounding
+            metrics = metrics | {"entropy": -chunk.old_logprobs.float().contiguous().mean()}
+        self.metrics.append(metrics)
         gap = (new_logprobs.detach() - chunk.old_logprobs).view(len(chunk), -1)
         self.gaps.setdefault(batch, []).append(gap)
         if chunk.sampling_logprobs is not None:
