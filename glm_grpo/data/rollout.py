@@ -393,5 +393,8 @@ class RolloutOptions:
         64, "images denoised and decoded at a time; fewer need less memory", at_least(1)
     )
     token_batch_size: int | None = option(
-        None, "token samples at a time; null: as many of a step as fit into memory", at_least(1)
+        None,
+        "token samples at a time; null: as many of a step as fit into a quarter of the memory that "
+        "the weights leave",
+        at_least(1),
     )

@@ -122,7 +122,7 @@ def pick_dtype(
     device: torch.device,
     trains: bool = False,  # whether gradients are computed
 ) -> torch.dtype:
-    "The number format of the weights. UserError: an unknown name, or float16 for a model that trains."
+    "The number format of the weights. UserError: an unknown name, or float16 where it trains."
     if dtype is None:
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     name = str(dtype).removeprefix("torch.")
