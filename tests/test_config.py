@@ -67,6 +67,11 @@ def test_every_number_text_and_choice_is_checked():
 SLIPS = {  # words -> a part of the message
     "--reward.grpo.group_size 1": "reward.grpo.group_size 1: must be at least 2",
     "--reward.grpo.beta 0.1 --model.lora false": "needs model.lora true",
+    **{
+        f"--model.component {half} --model.torch_dtype float16 --model.lora {lora}": "cannot train"
+        for half in ("ar", "dit", "both")
+        for lora in ("true", "false")
+    },
     "--data.image_size 100": "The nearest that works is 96",
     "--reward.metrics.edit 1": "edit judges edits",
     "--model.component dit --rollout.noise_level 0": "rollout.noise_level",
@@ -82,6 +87,9 @@ SLIPS = {  # words -> a part of the message
     "--reward.functions a.py:f --reward.remote {f:\\ http://x}": "a function has this name",
     "--reward.models.scene x": "reward.models.scene: no such metric",
     "--reward.grpo.delta 1.1": "reward.grpo.delta",
+    "--reward.grpo.dit_delta 1.0001": "reward.grpo.dit_delta",
+    "--reward.grpo.loss_type cispo --reward.grpo.dit_clip_range_high 1": "dit_clip_range_high",
+    "--reward.grpo.dit_beta 1 --model.component dit --model.lora false": "needs model.lora true",
     "--reward.dit_metrics.beauty 1 --model.component both": "reward.dit_metrics.beauty",
     "--training.trackers [tensorboard,comet]": "training.trackers comet: ",
     "--training.shard true": "training.shard",
@@ -99,7 +107,7 @@ def test_slips_are_refused(line, part):
 
 
 FINE = [
-    "--reward.grpo.beta 0.1 --model.torch_dtype float16",
+    "--reward.grpo.beta 0.1 --model.torch_dtype bfloat16",
     "--training.shard true --model.lora false",
     "--reward.metrics.beauty 1 --reward.functions a.py:beauty",
     "--reward.metrics.clip 1 --reward.models.clip models/clip",

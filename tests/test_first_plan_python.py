@@ -187,8 +187,8 @@ def test_a_device_map_of_one_device_is_that_device(device_map, monkeypatch):
     [
         ({"device_map": {"": 0}}, "is not spread over devices"),
         ({"device_map": "tpu"}, "device 'tpu': unknown"),
-        ({"torch_dtype": torch.float16}, "float16 cannot train all weights"),
-        ({"torch_dtype": "float16", "lora": False}, "float16 cannot train all weights"),
+        ({"torch_dtype": torch.float16}, "float16 cannot train"),
+        ({"torch_dtype": "float16", "lora": True, "component": "dit"}, "float16 cannot train"),
     ],
 )
 def test_what_a_model_cannot_be_is_told_before_it_is_loaded(options, words, monkeypatch):

@@ -547,6 +547,18 @@ def test_sde_window():
     assert set(starts) == set(range(7)) and min(map(starts.count, range(7))) > 70
 
 
+def test_a_clip_range_of_2e6_clips_where_it_says():
+    "A ratio in float32 is rounded to 1.2e-7, 6 % of this range; its difference from 1 is not."
+    log_ratio = 2e-6 * torch.tensor([[-1.01, -0.99, 0.99, 1.01]])
+    for sign in (1.0, -1.0):
+        leaf = log_ratio.clone().requires_grad_()
+        scored = leaf, torch.zeros_like(leaf), torch.tensor([sign])
+        loss, metrics = compute_grpo_loss(*scored, clip_range=2e-6)
+        loss.backward()
+        assert metrics["clip_fraction"] == 0.25
+        assert (leaf.grad[0] != 0).tolist() == [sign > 0, True, True, sign < 0]
+
+
 def test_sde_ratio_norm():
     changed = V + 0.05 * torch.randn(V.shape, generator=seeded(9))
     for i in (0, 5, 8):

@@ -16,6 +16,8 @@ from glm_grpo.model.decode_step import StepCounter
 from glm_grpo.model.sampling import Decisions, unpack_kept
 from glm_grpo.model.tokens import large_grid_tokens, upsample_tokens
 from glm_grpo.model.wrapper import GLMImageWrapper
+from glm_grpo.run import plan
+from glm_grpo.run.command_line import parse_args
 
 DATA = Path(__file__).parents[1] / "data"
 CAT = 'a cat in the middle on a blue ground with the word "AN"'
@@ -298,6 +300,52 @@ def test_window_moves_with_the_step():
         windows.append(denoising.decisions)
         assert denoising.ratio_norm == (step == 2)
     assert windows == [(0,), (1,), (0,)]
+
+
+@pytest.mark.parametrize("kind", ["sliding", "first"])
+@pytest.mark.parametrize("shared", [True, False])
+def test_the_dry_run_counts_the_steps_that_are_denoised(kind, shared, monkeypatch):
+    "Three windows, one of each position: two sets of tokens with two images each."
+    model, counted = model_of("both", 4), []
+    sample = rollouts.sample_latents
+
+    def noted(pipe, inputs, latents, *given, steps, **more):
+        counted.append(len(latents) * len(steps))
+        return sample(pipe, inputs, latents, *given, steps=steps, **more)
+
+    monkeypatch.setattr(rollouts, "sample_latents", noted)
+    options = {"window": 1, "window_kind": kind, "shared_noise": shared}
+    options |= {"num_inference_steps": 4, "guidance_scale": 1.0}
+    for step in range(3):
+        sampler = sampler_for(model, [CAT] * 4, None, 2, step, **options)
+        sampler.denoise(sampler.prepare_denoising(sampler.sample_all_tokens()))
+    words = ["--model.component", "both", "--training.batch_size", "1"]
+    words += ["--reward.grpo.group_size", "2"]
+    for name, value in options.items():
+        words += [f"--rollout.{name}", str(value).lower()]
+    config = parse_args(words)
+    step = plan.Step(config, plan.model_layout(DATA / "tiny-glm-image"), processes=1)
+    image = plan.forward_flop(step.dit) / (plan.FLOP_REACHED * plan.GPUS["H100"].flop)
+    seconds = plan.step_seconds(step, plan.GPUS["H100"])["denoising"]
+    assert sum(counted) == pytest.approx(3 * seconds / image)
+    assert sum(counted) == 3 * 4 * 4 - (2 * (0 + 1 + 2) if shared and kind == "sliding" else 0)
+
+
+@torch.no_grad()
+def test_other_programs_do_not_change_the_batches_of_tokens(monkeypatch):
+    "Another batch rounds differently, so a run beside a full device would sample other tokens."
+    model, batches = model_of("ar", 4), []
+    sample = rollouts.sample_tokens
+
+    def noted(ar, inputs, index, *more):
+        batches.append(len(index))
+        return sample(ar, inputs, index, *more)
+
+    monkeypatch.setattr(rollouts, "sample_tokens", noted)
+    nearly_full = SimpleNamespace(total=16 * 10**9, available=10**5)
+    monkeypatch.setattr("psutil.virtual_memory", lambda: nearly_full)
+    sampler_for(model, [CAT] * 4).sample_all_tokens()
+    assert batches == [4]
 
 
 @pytest.mark.parametrize("u", [1.0, 1 - 2**-24])

@@ -94,12 +94,15 @@ TOY = {
     "entropy_share": Row(0.3, {"ar"}, {"steps": 2}),
     "clip_range": Row(0.01, {"ar"}),
     "dit_clip_range": Row(0.01, {"dit"}),
-    "clip_range_high": Row(0.01, BOTH),
+    "clip_range_high": Row(0.01, {"ar"}),
+    "dit_clip_range_high": Row(0.01, {"dit"}),
     # tokens of one place share their probability: only there a ratio rises against its advantage
     "delta": Row(1.5, {"ar"}, FAR),
+    "dit_delta": Row(1.0002, {"dit"}, FAR | {"dit_clip_range": 1e-4}),
     "loss_type": Row("cispo", BOTH),
     "importance_sampling_level": Row("sequence", BOTH),
     "beta": Row(0.5, BOTH),
+    "dit_beta": Row(0.5, {"dit"}),
     "kl_estimator": Row("k2", BOTH, {"beta": 0.5}),
     "bias_correction_kl": Row(True, BOTH, {"beta": 0.5}),
 }

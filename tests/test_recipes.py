@@ -4,7 +4,7 @@ training step, in 6_run/17_plan, in the README and in the comments of the files.
 import re
 
 import pytest
-from helpers import ROOT
+from helpers import ROOT, read_json
 
 from glm_grpo.model.memory import PUBLISHED, layout_of
 from glm_grpo.run import plan
@@ -75,6 +75,28 @@ def test_a_matched_image_is_learnt_without_guidance(published):
     assert matched_seconds["denoising"] == seconds["denoising"]
     kept, matched_kept = (estimate_memory(step)["activations"] for step in steps)
     assert matched_kept == kept // 2
+
+
+def test_a_token_takes_as_long_as_measured(published):
+    "32 rows of 512 x 512 pixels on an H200."
+    rows = read_json(ROOT / "data/bench/nvidia-h200-full-size.json")["rows"]
+    measured = next(row["ours"] for row in rows if row["name"].startswith("a token of 32 rows"))
+    words = "--data.image_size 512 --training.batch_size 4 --reward.grpo.group_size 8"
+    step = Step(parse_args(words.split()), published)
+    assert step.rows == 32
+    milliseconds = 1e3 * step_seconds(step, GPUS["H200"])["tokens"] / step.new_tokens
+    assert milliseconds == pytest.approx(measured, rel=0.03)
+
+
+def test_a_kl_takes_a_forward_pass_of_the_reference(published):
+    words, seconds = "--model.component both --reward.grpo.beta 0.1".split(), []
+    for more in ([], ["--reward.grpo.dit_beta", "0"]):
+        step = Step(parse_args([*words, *more]), published)
+        seconds.append(step_seconds(step, GPUS["H100"])["update"])
+    neither = Step(parse_args(words[:2]), published)
+    update = step_seconds(neither, GPUS["H100"])["update"]
+    assert seconds[0] == pytest.approx(1.5 * update)
+    assert update < seconds[1] < seconds[0]
 
 
 def test_entropies_and_the_slow_copy_take_a_forward_pass_each(published):

@@ -144,6 +144,7 @@ class Samples:
     # [n, T] float32, recorded while sampling where scoring computes old_logprobs again
     sampling_logprobs: Tensor | None = per_row(default=None)
     decisions: int | None = None  # T, where chunks hold fewer of them
+    relative: bool = False  # True: `score` gives log-ratios, and old_logprobs are 0
 
     def __len__(self):
         return len(self.rollout)
@@ -392,5 +393,8 @@ class RolloutOptions:
         64, "images denoised and decoded at a time; fewer need less memory", at_least(1)
     )
     token_batch_size: int | None = option(
-        None, "token samples at a time; null: as many of a step as fit into memory", at_least(1)
+        None,
+        "token samples at a time; null: as many of a step as fit into a quarter of the memory that "
+        "the weights leave",
+        at_least(1),
     )

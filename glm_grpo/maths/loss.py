@@ -34,11 +34,11 @@ def ppo_loss(
     clip: Clip,
 ) -> tuple[Tensor, Tensor]:  # loss [N, T] or [N, 1]; clipped decisions, bool of the same shape
     "The clipped surrogate of each decision. PPO 1707.06347 eq. 7."
-    ratio = torch.exp(log_ratio)
-    plain = ratio * advantages
-    bounded = ratio.clamp(1 - clip.low, 1 + clip.above) * advantages
-    unclipped = plain if clip.delta is None else ratio.clamp(max=clip.delta) * advantages
-    return -torch.min(unclipped, bounded), bounded < plain
+    change = torch.expm1(log_ratio)  # ratio - 1: a float32 near 1 is rounded to 1e-7
+    plain = change * advantages
+    bounded = change.clamp(-clip.low, clip.above) * advantages
+    unclipped = plain if clip.delta is None else change.clamp(max=clip.delta - 1) * advantages
+    return -advantages - torch.min(unclipped, bounded), bounded < plain
 
 
 def cispo_loss(log_ratio, new_logprobs, advantages, clip) -> tuple[Tensor, Tensor]:

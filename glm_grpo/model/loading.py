@@ -120,18 +120,18 @@ def pick_device(
 def pick_dtype(
     dtype: str | torch.dtype | None,  # None: bfloat16 on CUDA, else float32
     device: torch.device,
-    all_weights: bool = False,  # whether all weights train; False: adapters
+    trains: bool = False,  # whether gradients are computed
 ) -> torch.dtype:
-    "The number format of the weights. UserError: an unknown name, or float16 for all weights."
+    "The number format of the weights. UserError: an unknown name, or float16 where it trains."
     if dtype is None:
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     name = str(dtype).removeprefix("torch.")
     if name not in ("float32", "bfloat16", "float16"):
         raise UserError(f"torch_dtype '{dtype}': take float32, bfloat16 or float16.")
-    if name == "float16" and all_weights:
+    if name == "float16" and trains:
         raise UserError(
-            "torch_dtype float16 cannot train all weights: small updates vanish. Take bfloat16 "
-            "or float32, or train adapters (lora=True)."
+            "torch_dtype float16 cannot train: most gradients are below its smallest number, so "
+            "they become 0. Take bfloat16 or float32."
         )
     return getattr(torch, name)
 

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['PUBLISHED', 'SUBFOLDERS', 'build_part', 'random_pipeline', 'local_folder', 'layout_of', 'numbers_in', 'model_layout',
            'trainable_parts', 'move_to_host', 'lock', 'Offload', 'frozen_weights', 'checkpointing', 'shard_halves',
-           'bytes_per_sample', 'free_bytes', 'split_samples']
+           'bytes_per_sample', 'free_bytes', 'bytes_for_tokens', 'split_samples']
 
 # %% ../../nbs/3_model/16_memory.ipynb #n003
 import contextlib
@@ -305,15 +305,28 @@ def free_bytes(device: torch.device) -> int:
     return psutil.virtual_memory().available
 
 
+def bytes_for_tokens(
+    device: torch.device,
+    weights: int,  # bytes
+) -> int:
+    """Memory for samples whose tokens are sampled together: a quarter of what the weights leave.
+    It does not depend on other programs, because another batch size rounds differently."""
+    if device.type == "cuda":
+        _, total = torch.cuda.mem_get_info(device)
+    else:
+        total = psutil.virtual_memory().total
+    return (total - weights) // 4
+
+
 def split_samples(
     number: int,  # of samples
     most: int | None,  # largest batch, set by the user; None: as many as fit
     each: int,  # bytes of a sample, of `bytes_per_sample`
-    free: int,  # bytes, of `free_bytes`
+    room: int,  # bytes, of `bytes_for_tokens`
 ) -> list[Tensor]:  # sample numbers of each batch
     "Batches of samples. A batch has at least one sample, even if it does not fit."
     if most is None:
-        fits = max(1, free // 2 // each)
+        fits = max(1, room // each)
         num_batches = -(-number // fits)
         most = -(-number // num_batches)
     return list(torch.arange(number).split(most))

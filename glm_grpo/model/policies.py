@@ -137,8 +137,10 @@ class DiTPolicy(HalfPolicy):
                 "the denoising policy has nothing to learn from: no step added noise. Take at "
                 "least 2 num_inference_steps (the last one adds none) and a noise_level above 0."
             )
-        old, group_size = rollout.latents_logprobs, rollout.images_per_sample
-        return Samples(rollout, old, group_size, decisions=decisions)
+        old, relative = rollout.latents_logprobs, rollout.denoising.ratio_norm
+        old = torch.zeros_like(old) if relative else old
+        per_sample = rollout.images_per_sample
+        return Samples(rollout, old, per_sample, decisions=decisions, relative=relative)
 
     def has_log_ratios(self, samples):
         return samples.rollout.denoising.noise.weight != "nft"
@@ -231,7 +233,7 @@ def _nft_numbers(denoising: Denoising, velocities: Tensor) -> tuple[Tensor, Tens
 
 
 def _normalised(samples: Samples, logprobs: Tensor, means: Tensor) -> Tensor:
-    "With ratio_norm: new minus old log-prob is GRPO-Guard's log-ratio (arXiv 2510.22319)."
+    "The log-probs; with ratio_norm GRPO-Guard's log-ratios (arXiv 2510.22319)."
     denoising = samples.rollout.denoising
     if not denoising.ratio_norm:
         return logprobs
@@ -240,4 +242,4 @@ def _normalised(samples: Samples, logprobs: Tensor, means: Tensor) -> Tensor:
     log_ratios = []
     for noise, mean, old_mean, std in steps:
         log_ratios.append(ratio_norm(noise / std, mean, old_mean))
-    return samples.old_logprobs + torch.stack(log_ratios, 1)
+    return torch.stack(log_ratios, 1)

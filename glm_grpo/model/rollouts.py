@@ -22,7 +22,7 @@ from .denoise import ImageInputs, sample_latents, score_latents
 from .denoise import NoiseOptions
 from .latents import decode_latents, distinct, encode_sources
 from .latents import glyph_embeddings, schedule
-from .memory import bytes_per_sample, checkpointing, free_bytes, split_samples
+from .memory import bytes_for_tokens, bytes_per_sample, checkpointing, split_samples
 from .policies import Denoising, TokenDecisions
 from .sampling import sample_tokens
 from .scoring import score_tokens
@@ -106,9 +106,10 @@ def sample_all_tokens(self) -> Rollout:
         shared = [previews[i] for i in self.first_of_sample]
         uniforms[:, : height * width] = named_uniforms(shared, height * width)
     each = bytes_per_sample(model.ar.config, inputs, model.ar.dtype)
-    free, how = free_bytes(model.device), (options.temperature, options.top_p)
+    weights = sum(p.nbytes for p in model.parameters())
+    room, how = bytes_for_tokens(model.device, weights), (options.temperature, options.top_p)
     batches = []
-    for rows in split_samples(len(uniforms), options.token_batch_size, each, free):
+    for rows in split_samples(len(uniforms), options.token_batch_size, each, room):
         used, index = prompt_of_sample[rows].unique(return_inverse=True)
         batches.append(sample_tokens(model.ar, inputs.rows(used), index, uniforms[rows], *how))
     token_ids, kept, logprobs = zip(*batches)

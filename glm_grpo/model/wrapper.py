@@ -80,7 +80,7 @@ class GLMImageWrapper:
             raise UserError(f"component '{component}': take ar, dit or both.")
         self.name, self.component, self.seed = str(model_name), component, seed
         self.device = pick_device(device if device_map in (None, "auto") else device_map)
-        self.dtype = pick_dtype(torch_dtype, self.device, all_weights=lora in (None, False))
+        self.dtype = pick_dtype(torch_dtype, self.device, trains=True)
         place = "cpu" if offload else self.device  # both halves may be too large for the device
         self.pipe = load_pipeline(model_name, self.dtype, place, revision)
         self.processor, self.tokenizer = self.pipe.processor, self.pipe.processor.tokenizer
@@ -185,7 +185,7 @@ class GLMImageWrapper:
     def reference(self) -> Iterator[None]:
         "Inside, the model is the one before training: adapters off. UserError with full weights."
         if not self.adapters:
-            fix = "train with LoRA (model.lora true), or set reward.grpo.beta to 0."
+            fix = "train with LoRA (model.lora true), or set reward.grpo.beta and dit_beta to 0."
             raise UserError(f"the reference policy is the model without its adapters: {fix}")
         with contextlib.ExitStack() as off:
             for adapted in self.adapters.values():

@@ -59,8 +59,8 @@ class ModelConfig:
     )
     torch_dtype: Literal["float32", "bfloat16", "float16"] | None = option(
         "float32",
-        "number format of the weights: float32, bfloat16, which takes half the memory, or float16; "
-        "null: bfloat16 on CUDA, else float32",
+        "number format of the weights: float32, or bfloat16, which takes half the memory; null: "
+        "bfloat16 on CUDA, else float32. float16 is refused: most gradients become 0 in it",
     )
     device: str | None = option(
         None, "cuda, cuda:1, mps or cpu; null: CUDA if there is one, else MPS, else the CPU"
@@ -366,15 +366,16 @@ def weight_problems(config: Config) -> Iterator[str]:
             "training.optimizer: the package bitsandbytes is not installed. "
             "pip install 'glm_grpo[8bit]', or take adamw."
         )
-    if config.reward.grpo.beta and not model.lora:
+    halves = [half for half in ("ar", "dit") if model.component in (half, "both")]
+    if any(map(config.reward.grpo.beta_of, halves)) and not model.lora:
         yield (
             "reward.grpo.beta needs model.lora true: the reference policy is the model with the "
-            "adapter switched off. Train with LoRA, or set beta to 0."
+            "adapter switched off. Train with LoRA, or set beta (and dit_beta) to 0."
         )
-    if model.torch_dtype == "float16" and not model.lora:
+    if model.torch_dtype == "float16":
         yield (
-            "model.torch_dtype float16 cannot train all weights: small updates vanish. Use "
-            "bfloat16 or float32, or model.lora true."
+            "model.torch_dtype float16 cannot train: most gradients are below its smallest number, "
+            "so they become 0. Use bfloat16 or float32."
         )
     averages = training.ema_decay, training.slow_copy_decay
     plain = averages == (None, None) and training.optimizer == "adamw"

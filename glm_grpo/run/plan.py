@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['MET', 'GPUS', 'FLOP_REACHED', 'BANDWIDTH_REACHED', 'LARGE', 'LESS_MEMORY', 'tokens_of', 'deciding_steps',
-           'count_work', 'count_met', 'count_trained', 'Transformer', 'Step', 'activations', 'estimate_memory', 'GPU',
-           'forward_flop', 'step_seconds', 'read_machine', 'longest_prompt', 'plan']
+           'common_steps', 'count_work', 'count_met', 'count_trained', 'Transformer', 'Step', 'activations',
+           'estimate_memory', 'GPU', 'forward_flop', 'step_seconds', 'read_machine', 'longest_prompt', 'plan']
 
 # %% ../../nbs/6_run/17_plan.ipynb #w006
 import math
@@ -43,6 +43,15 @@ def deciding_steps(config: Config) -> int:
         return config.rollout.matching_times
     noisy = max(0, config.rollout.num_inference_steps - 1)
     return min(config.rollout.window or noisy, noisy)
+
+
+def common_steps(config: Config) -> float:
+    "Denoising steps before the window, on average, which images of the same tokens share."
+    rollout = config.rollout
+    shared = rollout.shared_noise and rollout.dit_objective == "steps"
+    if config.model.component == "ar" or not shared or rollout.window_kind == "first":
+        return 0
+    return max(0, rollout.num_inference_steps - 1 - deciding_steps(config)) / 2
 
 
 def count_work(
@@ -258,9 +267,9 @@ GPUS = {
     "H200": GPU(989e12, 4.8e12, 141e9),
     "B200": GPU(2250e12, 8e12, 180e9),
 }
-# shares of them; assumed
-FLOP_REACHED = 0.4
-BANDWIDTH_REACHED = 0.6
+# shares of them
+FLOP_REACHED = 0.4  # assumed
+BANDWIDTH_REACHED = 0.32  # 11.3 ms for a token of 32 rows on an H200: data/bench
 
 
 def forward_flop(half: Transformer) -> int:
@@ -280,7 +289,9 @@ def step_seconds(
     calls = math.ceil(step.samples / step.rows) * step.new_tokens
     read = ar.weights + step.rows * ar.tokens * step.cache  # numbers, in each call
     flop = {"ar": step.samples * forward_flop(ar), "dit": step.images * forward_flop(step.dit)}
-    denoised = flop["dit"] * step.passes * step.config.rollout.num_inference_steps
+    # the images of a sample share these steps
+    once = common_steps(step.config) * (1 - step.samples / step.images)
+    denoised = flop["dit"] * step.passes * (step.config.rollout.num_inference_steps - once)
     updates = training.updates_per_rollout
     # of tokens: the old log-probs, which a single update does not need, and the entropies
     extra = {"ar": (updates * training.mini_batches > 1) + (grpo.entropy_share is not None)}
@@ -290,7 +301,8 @@ def step_seconds(
     learnt = 0
     for half in step.trained:
         forward = flop[half] * step.learning_passes[half] * decisions[half]
-        learnt += forward * (passes + extra[half])
+        referred = updates * bool(grpo.beta_of(half))  # the reference policy of the KL
+        learnt += forward * (passes + extra[half] + referred)
     return {
         "tokens": calls * read * step.bytes / (BANDWIDTH_REACHED * gpu.bandwidth),
         "denoising": denoised / (FLOP_REACHED * gpu.flop),

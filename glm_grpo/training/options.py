@@ -211,14 +211,20 @@ class ClipOptions:
     clip_range_high: float | None = option(
         None,
         "clip range above 1 (DAPO, arXiv 2503.14476); null: as below 1; with loss_type cispo: "
-        "upper bound of the ratio itself",
+        "upper bound of the ratio itself, above 1 (5 is usual; null: 1 + clip_range)",
         above(0),
+    )
+    dit_clip_range_high: float | None = option(
+        None, "the same for denoising steps; null: as dit_clip_range says", above(0)
     )
     delta: float | None = option(
         None,
         "upper bound of the ratio in the unclipped term, above 1 + clip_range_high (INTELLECT-2, "
         "arXiv 2505.07291); null: none",
         above(0),
+    )
+    dit_delta: float | None = option(
+        None, "the same for denoising steps, above 1 + dit_clip_range_high; null: none", above(0)
     )
     loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "reinforce"] = option(
         "grpo",
@@ -235,6 +241,15 @@ class ClipOptions:
         "The clip range of a policy."
         return self.dit_clip_range if policy == "dit" else self.clip_range
 
+    def clip_of(self, policy: str) -> dict[str, float | None]:
+        "A policy's clip_range, clip_range_high and delta, as `compute_grpo_loss` takes them."
+        low, high, delta = self.clip_range_of(policy), self.clip_range_high, self.delta
+        if policy == "dit":
+            high, delta = self.dit_clip_range_high, self.dit_delta
+        if high is None and self.loss_type == "cispo":
+            high = 1 + low  # a ceiling of the ratio; below 1 it would be the weight of everything
+        return {"clip_range": low, "clip_range_high": high, "delta": delta}
+
 # %% ../../nbs/5_training/01_options.ipynb #n019
 @dataclass
 class KLOptions:
@@ -245,6 +260,9 @@ class KLOptions:
         "weight of the KL divergence to the model before training; above 0 it needs model.lora "
         "true, because the reference is the model without its adapter",
         at_least(0),
+    )
+    dit_beta: float | None = option(
+        None, "the same for the denoising policy; null: beta", at_least(0)
     )
     kl_estimator: Literal["k1", "k2", "k3"] = option(
         "k3",
@@ -275,6 +293,10 @@ class KLOptions:
         "acts with one update on a rollout as well",
         at_least(0),
     )
+
+    def beta_of(self, policy: str) -> float:
+        "The weight of a policy's KL."
+        return self.beta if policy != "dit" or self.dit_beta is None else self.dit_beta
 
 
 @dataclass
@@ -376,13 +398,20 @@ class TrainerOptions:
 
 def loss_problems(grpo: GRPOOptions) -> Iterator[str]:
     "Options of the loss that have no meaning together."
-    high = grpo.clip_range if grpo.clip_range_high is None else grpo.clip_range_high
-    unclipped = grpo.delta is not None and grpo.loss_type not in ("cispo", "sapo")
-    if unclipped and grpo.delta <= 1 + high:
-        yield (
-            "reward.grpo.delta: it must be more than 1 + clip_range_high. Give a larger one (2 to "
-            "4), or null for none."
-        )
+    for policy, prefix in (("ar", ""), ("dit", "dit_")):
+        low, high, delta = grpo.clip_of(policy).values()
+        high = low if high is None else high
+        if grpo.loss_type == "cispo" and high <= 1:
+            yield (
+                f"reward.grpo.{prefix}clip_range_high: with loss_type cispo it is the largest "
+                "ratio, so it must be above 1. Give 5, or null for 1 + the clip range."
+            )
+        unclipped = delta is not None and grpo.loss_type not in ("cispo", "sapo")
+        if unclipped and delta <= 1 + high:
+            yield (
+                f"reward.grpo.{prefix}delta: it must be more than 1 + {prefix}clip_range_high. "
+                "Give a larger one (2 to 4), or null for none."
+            )
     if grpo.entropy_share and grpo.importance_sampling_level == "sequence":
         yield (
             "reward.grpo.entropy_share: with importance_sampling_level sequence a sample has one "
@@ -416,7 +445,7 @@ def matching_problems(options: TrainerOptions) -> Iterator[str]:
             "rollout.matching_times: there are not so many denoising steps between noise and "
             "image. Raise rollout.num_inference_steps, or take fewer times."
         )
-    exact_kl = grpo.beta > 0 and grpo.dit_kl == "gaussian"
+    exact_kl = grpo.beta_of("dit") > 0 and grpo.dit_kl == "gaussian"
     if rollout.ratio_norm or rollout.window is not None or exact_kl:
         yield (
             "rollout.ratio_norm, rollout.window, reward.grpo.dit_kl gaussian: they are for "

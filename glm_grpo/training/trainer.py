@@ -148,7 +148,7 @@ class Learner:
         policy, grpo = self.policies[name], self.options.grpo
         size = self.options.step.micro_batch_size
         learns = bool(batch.samples.counted.any())  # else it is scored for the metrics only
-        beta = grpo.beta if learns else 0.0
+        beta = grpo.beta_of(name) if learns else 0.0
         pulled = beta or (learns and name == "dit" and self.options.dit_is_pulled)
         together = grpo.importance_sampling_level != "token"
         chunks = list(split_chunks(policy, batch.counted(), size, not pulled, together))

@@ -58,9 +58,7 @@ def loss_counts(
 def loss_options(policy: str, grpo: GRPOOptions) -> dict:
     "The arguments of `compute_grpo_loss` for a policy, except the KL's weight."
     return {
-        "clip_range": grpo.clip_range_of(policy),
-        "clip_range_high": grpo.clip_range_high,
-        "delta": grpo.delta,
+        **grpo.clip_of(policy),
         "loss_type": grpo.loss_type,
         "importance_sampling_level": grpo.importance_sampling_level,
         "kl_estimator": grpo.kl_estimator,
@@ -104,8 +102,9 @@ class Tally:
         if not self.log_ratios:
             self.metrics.append({k: v for k, v in metrics.items() if k not in RATIO_METRICS})
             return
-        entropy = -chunk.old_logprobs.float().contiguous().mean()  # the strides change the rounding
-        self.metrics.append(metrics | {"entropy": entropy})
+        if not chunk.relative:  # the strides change the rounding
+            metrics = metrics | {"entropy": -chunk.old_logprobs.float().contiguous().mean()}
+        self.metrics.append(metrics)
         gap = (new_logprobs.detach() - chunk.old_logprobs).view(len(chunk), -1)
         self.gaps.setdefault(batch, []).append(gap)
         if chunk.sampling_logprobs is not None:
