@@ -106,7 +106,8 @@ def sample_all_tokens(self) -> Rollout:
         shared = [previews[i] for i in self.first_of_sample]
         uniforms[:, : height * width] = named_uniforms(shared, height * width)
     each = bytes_per_sample(model.ar.config, inputs, model.ar.dtype)
-    weights = sum(p.nbytes for p in model.parameters())
+    halves = model.ar, model.pipe.transformer
+    weights = sum(p.nbytes for half in halves for p in half.parameters())
     room, how = bytes_for_tokens(model.device, weights), (options.temperature, options.top_p)
     batches = []
     for rows in split_samples(len(uniforms), options.token_batch_size, each, room):
