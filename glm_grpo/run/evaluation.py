@@ -37,6 +37,7 @@ from glm_grpo.run.alarms import (
 )
 from glm_grpo.run.build import (
     check_reward,
+    describe_apostrophes,
     each_reward,
     load_on_ranks,
     make_reward,
@@ -422,6 +423,8 @@ def compare(
     for one in compare_evaluations(before, after or before):
         change = f" -> {one.after:9.4f}  ({one.difference:+.4f} +- {one.error:.4f})"
         print(f"  {one.name:22} {one.before:9.4f}", change if after else "")
+    for line in describe_apostrophes(dataset):
+        print_note(line)
     for name, why in before["not_measured"].items():
         print(f"not measured: {name}: {why}")
     print(f"written: {out}")
