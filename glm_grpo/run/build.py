@@ -106,7 +106,8 @@ def describe_data(config: Config, training: T2IDataset, heldout: T2IDataset) -> 
             "none held out: evaluations use prompts that are trained on (name others with "
             "data.eval_prompts_file)"
         )
-    line += f"{len(heldout)} held out "
+    different = len({*heldout.keys()})
+    line += f"{len(heldout)} held out " + f"({different} different) " * (different < len(heldout))
     if data.eval_prompts_file is None:
         return f"{line}of the same file (seed {SPLIT_SEED})"
     twice = len({*training.keys()} & {*heldout.keys()})
