@@ -203,7 +203,7 @@ def test_a_broken_history_is_named(tmp_path):
     history.write_text(json.dumps(line))
     assert PeriodicEvaluation(history, dict).history == [line]
     wrong = [{"rewards": 1}, {"rewards": [["x"]]}, {"metrics": [1]}, {"metrics": {"mse": "low"}}]
-    wrong += [{"values": {"mse": [None]}}, {"standard_error": {}}]
+    wrong += [{"values": {"mse": [None]}}, {"standard_error": {}}, {"requests": [0, 1]}]
     for content in (
         *(b"\xff\xfe", b"{\n", b'{"step": null, "reward_mean": 0.5}\n'),
         *(json.dumps(line | changes).encode() for changes in wrong),

@@ -202,6 +202,19 @@ def test_dry_run_counts_and_leaves_nothing(folder, capsys):
     assert files(folder) == there
 
 
+def test_run_and_dry_run_tell_of_apostrophes_that_are_drawn_as_quotes(folder, tmp_path, capsys):
+    lines = ["the cat's bed and the dog's ball", "the cat's bed", "a sign that says 'OPEN'"]
+    (tmp_path / "prompts.txt").write_text("\n".join(lines))
+    words = small(folder, "--data.prompts_file", tmp_path / "prompts.txt", "--num_steps", 1)
+    for dry in (["--dry_run"], ["--output_dir", tmp_path / "run"]):
+        assert main(*words, *dry) == 0
+        (note,) = (line for line in capsys.readouterr().out.splitlines() if "apostroph" in line)
+        assert "in 1 of 3 " in note and "'s bed and the dog' in: the cat's bed and" in note
+    words = ["--trust_run_code", "--training.eval_samples", 1]
+    assert evaluate_main("--checkpoint", tmp_path / "run", *words) == 0
+    assert note in capsys.readouterr().out
+
+
 def test_a_dry_run_plans_for_the_machine_of_a_recipe(capsys):
     words = ["--dry_run", "--config", "configs/real_ar_8gpu.yaml", "--training.machine"]
     assert main(*words[:-1]) == 0

@@ -47,6 +47,12 @@ def test_a_reward_is_probed_as_it_would_be_trained(folder, capsys):
     assert record["reward"]["shares"]["previews"][0] == variance_parts(rewards)["previews"][0]
 
 
+def test_a_prompt_that_is_repeated_is_probed_once(folder, capsys):
+    (folder / "prompts.txt").write_text("\n".join([PROMPTS[0], PROMPTS[0], PROMPTS[1]]))
+    assert probe(folder, "--num_prompts", 3) == 0
+    assert "reward, 2 prompts" in capsys.readouterr().out
+
+
 def test_a_reward_without_differences_cannot_teach(folder, capsys):
     (folder / "green.py").write_text("def green(images):\n    return [0.5] * len(images)\n")
     assert probe(folder) == 0

@@ -114,3 +114,20 @@ def test_the_advice_names_the_last_step_before_anything_was_gone():
     assert len(warnings) == 2 and all("stop at step 1," in warning for warning in warnings)
     from_the_start = warnings_after(means(1, brightness=0.2), means(2, brightness=0.2))
     assert "and start again" in from_the_start[0] and "since step 1)" in from_the_start[0]
+
+
+def test_a_file_that_repeats_its_prompts_warns_like_one_that_does_not():
+    "A fall on one prompt of four may be noise; on four of sixteen it would be none."
+    noisy = with_scene(LATER, 0.1, 1, 0.9, 0.6)
+
+    def four_times(record, **more):
+        values = {"scene": record["values"]["scene"] * 4}
+        return record | {"rewards": record["rewards"] * 4, "values": values} | more
+
+    requests = [*range(4)] * 4
+    assert reward_hacking_alarm([FIRST, noisy]) == []
+    run = [four_times(FIRST), four_times(noisy, requests=requests)]  # the first is older
+    assert reward_hacking_alarm(run) == []
+    assert len(reward_hacking_alarm([run[0], four_times(noisy)])) == 1
+    once, often = (compare_evaluations(*pair)[1] for pair in ([FIRST, noisy], run))
+    assert np.isclose(once.error, often.error) and once.prompts == often.prompts == 4

@@ -29,9 +29,15 @@ from ..model.tokens import check_prompt_lengths
 from ..rewards.calling import RewardError
 from ..rewards.perception import image_numbers
 from ..rewards.weighted import Judging
-from .alarms import compare_evaluations, prompts_label, reward_hacking_alarm
+from glm_grpo.run.alarms import (
+    compare_evaluations,
+    prompts_label,
+    reward_hacking_alarm,
+    standard_error,
+)
 from glm_grpo.run.build import (
     check_reward,
+    describe_apostrophes,
     each_reward,
     load_on_ranks,
     make_reward,
@@ -119,7 +125,7 @@ def without_nan(table: Iterable[Iterable[float]]) -> list[list[float | None]]:
 
 
 def summarise(
-    batch: dict,
+    batch: dict,  # with requests [P]
     tables: dict[tuple[str, str], Tensor],  # of all prompts, as of `measure_prompts`
     not_measured: dict[str, str],
 ) -> dict:
@@ -140,18 +146,18 @@ def summarise(
         raise RewardError(
             f"The reward has no score (NaN or None) for any image. {NOTHING_TO_SCORE}"
         )
-    error = 0.0
-    of_prompts = rewards.nanmean(1)
-    of_prompts = of_prompts[~of_prompts.isnan()]
-    if len(of_prompts) > 1:
-        error = of_prompts.std().item() / math.sqrt(len(of_prompts))
+    of_rows = rewards.nanmean(1)
+    there = ~of_rows.isnan()
+    requests = torch.tensor(batch["requests"])
+    error = standard_error(of_rows[there].double().numpy(), requests[there])
     return {
         "reward_mean": known.mean().item(),
         "reward_std": known.std().item() if len(known) > 1 else 0.0,
-        "standard_error": error,
+        "standard_error": 0.0 if math.isnan(error) else error,
         "pictures": rewards.numel(),
         "missing_scores": rewards.numel() - len(known),
         "prompts": list(batch["prompts"]),
+        "requests": batch["requests"],
         "rewards": without_nan(rewards.tolist()),
         "metrics": means["metrics"],
         "statistics": means["statistics"],
@@ -178,21 +184,23 @@ def evaluate(
     not change. Every rank must call it and returns the same result. UserError, RewardError as
     `call_reward`; if one rank fails, all stop.
 
-    The result has reward_mean, reward_std, standard_error (over prompts), pictures (their
-    number), missing_scores (how many of them have no reward, None; the means are over the others);
-    prompts [P], rewards [P][S]; metrics and statistics (name -> mean), diversity (mean
-    over prompts, None with one seed); values (name -> [P][S], None: nothing to score);
-    not_measured (name -> reason); seeds, seconds; images ([P][S] PIL images of at most 384
+    The result has reward_mean, reward_std, standard_error (over different prompts; 0 if there
+    is one), pictures (their number), missing_scores (how many of them have no reward, None; the
+    means are over the others); prompts [P], requests [P] (equal numbers: the row repeats a prompt,
+    for edits with the same sources), rewards [P][S]; metrics and statistics (name -> mean),
+    diversity (mean over prompts, None with one seed); values (name -> [P][S], None: nothing to
+    score); not_measured (name -> reason); seeds, seconds; images ([P][S] PIL images of at most 384
     pixels) and sources (P PIL images, or None), which `eval_record` leaves out."""
     start = time.perf_counter()
     ranks = ranks or Ranks()
     batch = collate(items)
     rewards = list(dict.fromkeys(each_reward(reward_function).values()))
-    requests = request_names(batch["prompts"], batch.get("source_images"))
-    # every `world`-th different request; the rows of a request have different noise, so they
-    # stay together
-    own = list(dict.fromkeys(requests))[ranks.rank :: ranks.world]
-    rows = [row for row, request in enumerate(requests) if request in own]
+    names = request_names(batch["prompts"], batch.get("source_images"))
+    numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
+    batch["requests"] = [numbers[name] for name in names]
+    # the rows of a request have different noise, so they stay together
+    own = range(ranks.rank, len(numbers), ranks.world)
+    rows = [row for row, request in enumerate(batch["requests"]) if request in own]
     hidden = bar is None or not ranks.first or None  # None: where there is no terminal
 
     def share():
@@ -237,8 +245,10 @@ def describe_result(
     parts = "".join(f"{name} {numbers[name]:.3f}, " for name in names if name in numbers)
     missing = result["missing_scores"]
     unscored = f", {missing} without a score" if missing else ""
+    known = len({*result["requests"]}) > 1
+    error = f"{result['standard_error']:.3f}" if known else "?"
     return (
-        f"reward {result['reward_mean']:.3f} +- {result['standard_error']:.3f} ({parts}"
+        f"reward {result['reward_mean']:.3f} +- {error} ({parts}"
         f"{result['pictures']} images of {len(result['prompts'])} {prompts_label(result)}"
         f"{unscored}, {result['seconds']:.0f} s)"
     )
@@ -286,6 +296,8 @@ def read_history(
         try:
             for name in ("metrics", "statistics"):
                 torch.tensor([line.get("standard_error", 0.0), *line.get(name, {}).values()])
+            rows = len(line["prompts"])
+            torch.tensor(line.get("requests", range(rows))).view(rows)
             for table in [line.get("rewards", [[]]), *line.get("values", {}).values()]:
                 torch.tensor([[math.nan if x is None else x + 0.0 for x in row] for row in table])
         except Exception as e:
@@ -411,6 +423,8 @@ def compare(
     for one in compare_evaluations(before, after or before):
         change = f" -> {one.after:9.4f}  ({one.difference:+.4f} +- {one.error:.4f})"
         print(f"  {one.name:22} {one.before:9.4f}", change if after else "")
+    for line in describe_apostrophes(dataset):
+        print_note(line)
     for name, why in before["not_measured"].items():
         print(f"not measured: {name}: {why}")
     print(f"written: {out}")

@@ -126,11 +126,13 @@ def sample_trees(
     num_prompts: int,
     shape: Sequence[int],  # P previews, K large grids of each, M images of each
 ) -> dict[str, Tensor]:  # reward, and its parts -> [Q, P, K, M]
-    "The rewards of all images of the trees of the first prompts."
+    "The rewards of all images of the trees of the first prompts that differ."
     height, width = image_height_width(config)
     found = {}
-    numbers = range(min(num_prompts, len(dataset)))
-    for i in tqdm(numbers, desc="probe", unit="prompt", disable=None):
+    different = {}  # a prompt that is repeated would have the same images again
+    for i, key in enumerate(dataset.keys()):
+        different.setdefault(key, i)
+    for i in tqdm([*different.values()][:num_prompts], desc="probe", unit="prompt", disable=None):
         batch = collate([dataset[i]] * math.prod(shape))
         prompts = batch["prompts"]
         sources = batch.get("source_images")

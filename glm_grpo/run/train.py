@@ -25,6 +25,7 @@ from ..model.tokens import check_prompt_lengths
 from ..rewards.calling import reward_name
 from glm_grpo.run.build import (
     check_reward,
+    describe_apostrophes,
     describe_data,
     each_reward,
     load_on_ranks,
@@ -86,6 +87,8 @@ class Run:
         for prompts in (self.dataset, self.heldout):
             check_reward(self.reward, prompts, *self.size)
         self.say("data", describe_data(config, self.dataset, self.heldout))
+        for line in describe_apostrophes(self.dataset, self.heldout):
+            self.say("note", line)
         for policy, one in each_reward(self.reward).items():
             self.say(f"{policy} reward".strip(), reward_name(one))
 
