@@ -1,5 +1,7 @@
 """The OCR reward: fonts and sizes that must be legible, and what the engine is given."""
 
+import random
+import time
 from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
 
@@ -69,3 +71,29 @@ def test_two_threads_read_each_image_once_and_another_batch_anew(reader):
 def test_missing_weights():
     with mock.patch.object(TextReader, "models", {"Det": "none.onnx"}):
         assert "none.onnx" in refusal(TextReader)
+
+
+@pytest.mark.parametrize("turns", [1, 3])
+def test_a_sign_on_its_side_is_not_read_as_upright(reader, turns):
+    for word in ("OPEN", "HELLO", "Monday to"):
+        for side in (128, 512):
+            turned = write(word, side=side).rot90(turns, (2, 3))
+            assert text_score(reader.read(turned)[0], [word]) <= 0.25, (word, side)
+
+
+def test_a_high_letter_stands_as_it_is(reader):
+    assert is_read(reader, "I", side=512)
+
+
+@pytest.mark.parametrize("count", [1, 5, 6, 20, 100])
+def test_the_order_of_any_number_of_texts_does_not_count(count):
+    rng = random.Random(count)
+    texts = ["".join(rng.choices("abcdefghij", k=rng.randint(3, 8))) for _ in range(2 * count)]
+    wanted = [f"{a} {b}" for a, b in zip(texts[::2], texts[1::2])]
+    read = rng.sample(wanted, count)
+    start = time.process_time()
+    assert text_score(read, wanted) == text_score(" ".join(read).split(), wanted) == 1
+    assert time.process_time() - start < 0.4  # two scores
+    read[0] = "Z" + read[0][1:]  # one wrong letter
+    letters = len("".join(wanted).replace(" ", ""))
+    assert text_score(read, wanted) == pytest.approx(1 - 1 / letters)

@@ -9,7 +9,6 @@ __all__ = ['CHARACTERS', 'quoted_texts', 'wanted_texts', 'apostrophe_texts', 'ed
 # %% ../../nbs/4_rewards/06_text.ipynb #c002
 import functools
 import hashlib
-import itertools
 import re
 import threading
 import unicodedata
@@ -77,19 +76,59 @@ def apostrophe_texts(
 
 # %% ../../nbs/4_rewards/06_text.ipynb #n005
 def edit_distance(a: str, b: str) -> int:
-    "Levenshtein distance: the number of letters to insert, delete or replace."
-    row = list(range(len(b) + 1))
-    for i, x in enumerate(a):
-        above, row = row, [i + 1]
-        for j, y in enumerate(b):
-            # delete, insert, replace
-            row.append(min(above[j + 1] + 1, row[j] + 1, above[j] + (x != y)))
-    return row[-1]
+    "Levenshtein distance: the number of letters to insert, delete or replace (Myers, 1999)."
+    full = (1 << len(a)) - 1
+    where = Counter()  # each letter's places in a, as bits
+    for i, letter in enumerate(a):
+        where[letter] |= 1 << i
+    up, down, distance = full, 0, len(a)  # where the column rises and falls by 1
+    for letter in b if a else "":
+        same = where[letter] | down
+        diagonal = (((same & up) + up) ^ up) | same
+        right_up, right_down = down | (full & ~(diagonal | up)), up & diagonal
+        distance += (right_up >> len(a) - 1) - (right_down >> len(a) - 1)
+        right_up, right_down = right_up << 1 | 1, right_down << 1
+        up = full & (right_down | ~(diagonal | right_up))
+        down = full & right_up & diagonal
+    return distance if a else len(b)
 
 # %% ../../nbs/4_rewards/06_text.ipynb #c012
 def _words(texts) -> list[str]:
     "The words of several texts; full-width letters become plain (NFKC), capitals small."
     return unicodedata.normalize("NFKC", " ".join(texts)).casefold().split()
+
+
+def _counts(letters):
+    "How often each of 64 kinds of letters, and of pairs, is among the first i: two [n + 1, 64]"
+    codes = np.array([*map(ord, letters), 0])
+    counts = np.zeros((2, len(codes), 64), np.int32)
+    places = np.arange(1, len(codes))
+    counts[0, places, codes[:-1] % 64] = 1
+    counts[1, places, (codes[:-1] * 31 + codes[1:]) % 61] = 1
+    return counts.cumsum(1, dtype=np.int32)
+
+
+def _in_order_of_places(texts, words):
+    "The texts in the order in which the words show them: each takes the place that fits it best."
+    starts = np.cumsum([0] + [len(word) for word in words])
+    starts, total = starts[:-1], starts[-1]
+    ends = [np.minimum(starts + len(text), total) for text in texts]
+    one, two = _counts("".join(words))
+    unlike = []  # [words] per text
+    for text, end in zip(texts, ends):
+        letters, pairs = _counts(text)
+        other = np.abs(one[end] - one[starts] - letters[-1]).sum(1)
+        other += np.abs(two[end - 1] - two[starts] - pairs[-2]).sum(1)
+        unlike.append(other / len(text))
+    free, places = np.ones(total, int), [total] * len(texts)
+    for i in sorted(range(len(texts)), key=lambda i: (unlike[i].min(), -len(texts[i]))):
+        before = np.append(0, free.cumsum())  # free letters before each place
+        fits = before[ends[i]] - before[starts] == ends[i] - starts
+        if fits.any():
+            at = np.where(fits, unlike[i], np.inf).argmin()
+            places[i] = starts[at]
+            free[starts[at] : ends[i][at]] = 0
+    return [texts[i] for i in np.argsort(places, kind="stable")]
 
 
 def text_score(
@@ -102,11 +141,13 @@ def text_score(
     The share of words is that of CVTG-2K (arXiv 2503.23461), but each read word counts once
     and extra words lower the share. A text whose only errors are spaces is right.
     """
-    seen, score = "".join(_words(read)), 0.0
-    for order in itertools.permutations(wanted) if len(wanted) <= 5 else [wanted]:
-        letters = "".join(_words(order))
-        distance = edit_distance(letters, seen)
-        score = max(score, 1 - distance / max(len(letters), len(seen)))
+    words, texts = _words(read), ["".join(_words([text])) for text in wanted]
+    orders = [texts]
+    if words and len(texts) > 1:
+        orders.append(_in_order_of_places(texts, words))
+    seen = "".join(words)
+    distance = min(edit_distance("".join(order), seen) for order in orders)
+    score = 1 - distance / max(len("".join(texts)), len(seen))
     if not exact or score == 1:
         return score
     want, have = Counter(_words(wanted)), Counter(_words(read))
@@ -130,6 +171,15 @@ def reading_order(
     return [text for row in rows for *_, text in sorted(row, key=itemgetter(2))]
 
 # %% ../../nbs/4_rewards/06_text.ipynb #c016
+def _turn_back(crop_regions, image, boxes):
+    "The pieces of an image, without the quarter turn that the engine gives to high ones."
+    pieces = crop_regions(image, boxes)
+    lengths = np.linalg.norm(boxes - np.roll(boxes, -1, 1), axis=2)  # [T, 4], clockwise from top
+    widths, heights = lengths.reshape(-1, 2, 2).max(1).astype(int).T
+    high = heights / widths >= 1.5  # the engine's own rule
+    return [np.rot90(one, -1) if turned else one for one, turned in zip(pieces, high)]
+
+
 class TextReader:
     """Reads text in images with rapidocr 3.10.0 (PP-OCRv6, weights inside the package), on the CPU.
 
@@ -157,12 +207,15 @@ class TextReader:
                 path = Path(rapidocr.__file__).with_name("models") / file
                 path.stat()  # rapidocr would download what is missing
                 paths[f"{part}.model_path"] = str(path)
-            self._engine = rapidocr.RapidOCR(params=self.options | paths)
+            engine = rapidocr.RapidOCR(params=self.options | paths)
         except (ImportError, OSError) as e:
             raise UserError(
                 f"Reading text needs rapidocr 3.10.0 with its weights ({e}). "
                 "Install it: pip install 'glm_grpo[rewards]'"
             ) from e
+        crop_regions = functools.partial(_turn_back, engine.crop_text_regions)
+        engine.crop_text_regions = crop_regions
+        self._engine = engine
         self._lock = threading.Lock()
         self._last_key, self._last_lines = None, None
 
