@@ -18,6 +18,7 @@ from glm_grpo.data.images import load_image, match_images, pil_to_tensor, tensor
 from glm_grpo.data.loader import PromptLoader, endless_batches
 from glm_grpo.data.prompts import I2IDataset, T2IDataset, read_rows, split_off
 from glm_grpo.data.scenes import Drawings, parse_prompt
+from glm_grpo.model.tokens import check_source_sizes
 
 ROOT = Path(__file__).parent.parent
 COLORS = [(220, 40, 40), (40, 160, 60), (40, 80, 220)]
@@ -497,18 +498,69 @@ def test_how_many_are_held_out_and_which(tmp_path, number, held):
         assert held_out.prompts == ["flower 2", "flower 24", "flower 28"]
 
 
+def coloured(path, colour, size=(64, 64)):
+    path.parent.mkdir(exist_ok=True)
+    Image.new("RGB", size, colour).save(path)
+    return str(path)
+
+
 def test_images_follow_their_prompts_when_some_are_held_out(tmp_path):
-    names = [f"{i}.png" for i in range(20)]
     for folder in ("sources", "targets"):
-        save_images(tmp_path / folder, names)
+        for i in range(20):
+            coloured(tmp_path / folder / f"{i}.png", (i, 90, 60))
     prompts = write(tmp_path / "prompts.txt", "\n".join(["make it red"] * 20))
     edits = I2IDataset(prompts, tmp_path / "sources", tmp_path / "targets")
     for part in split_off(edits):
         for i in range(len(part)):
             number = int(part.where(i).split()[-1]) - 1  # of the image
             assert part.targets[i].name == part.sources[i][0].name == f"{number}.png"
-            assert part[i]["source"][0].getpixel((0, 0)) == COLORS[number % 3]
+            assert part[i]["source"][0].getpixel((0, 0)) == (number, 90, 60)
     assert len(split_off(edits)[1]) == 2  # one prompt, but twenty edits
+
+
+def test_edits_are_told_apart_by_the_pixels_of_their_sources(tmp_path):
+    red, blue, copied = ("a/1.png", "red"), ("b/1.png", "blue"), ("a/2.png", "red")
+    sources = [coloured(tmp_path / name, colour) for name, colour in (red, blue, copied)]
+    rows = [json.dumps({"prompt": "make it green", "source": source}) for source in sources]
+    first, other, same = I2IDataset(write(tmp_path / "edits.jsonl", "\n".join(rows)), None).keys()
+    assert first == same != other
+
+
+def test_a_note_counts_images_that_lose_much_by_cropping(tmp_path):
+    sizes = (64, 64), (70, 64), (72, 64), (64, 128)
+    rows = []
+    for i, size in enumerate(sizes):
+        source = coloured(tmp_path / f"{i}.png", (i, 0, 0), size)
+        rows.append(json.dumps({"prompt": "make it green", "source": source}))
+    file = write(tmp_path / "edits.jsonl", "\n".join(rows))
+    assert I2IDataset(file, None).notes == []
+    lost = "2 of 4 source images lose more than a tenth by cropping to 64 x 64, at most 50%"
+    assert I2IDataset(file, None, image_size=64).notes == [lost]
+
+
+@pytest.mark.parametrize(
+    "size, fits",
+    [((512, 512), True), ((2048, 512), True), ((480, 512), False), ((512, 2080), False)]
+    + [((1000, 1024), False), ((512, 544), True)],
+)
+def test_sources_in_sizes_that_the_published_model_does_not_read_are_refused(tmp_path, size, fits):
+    source = coloured(tmp_path / "1.png", "red", size)
+    row = json.dumps({"prompt": "make it green", "source": source})
+    edits = I2IDataset(write(tmp_path / "edits.jsonl", row), None)
+    if fits:
+        check_source_sizes(edits)
+    else:
+        message = refusal(check_source_sizes, edits)
+        assert "line 1: a source image has" in message and "sides of 512 to 2048" in message
+
+
+def test_a_row_of_geneval_keeps_its_images(tmp_path):
+    source = coloured(tmp_path / "1.png", "red")
+    row = {"prompt": "a cat", "include": [{"class": "cat", "count": 1}], "source": source}
+    file = write(tmp_path / "rows.jsonl", json.dumps(row | {"target": source}))
+    edits = I2IDataset(file, None)
+    assert edits[0]["metadata"] == {"include": row["include"]}
+    assert edits[0]["source"][0].size == (64, 64) and edits[0]["target"].shape == (3, 64, 64)
 
 
 # which image belongs to which prompt

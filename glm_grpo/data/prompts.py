@@ -348,7 +348,8 @@ def read_rows(
     places = [*map(str, texts)] or [f"{path}, {place} {i}" for i in range(1, len(records) + 1)]
     for i, record in enumerate(records):
         if isinstance(record, dict) and any(type(record.get(key, "")) is not str for key in _FORMS):
-            records[i] = {"prompt": record.pop("prompt", ""), "metadata": record}
+            images = {key: record.pop(key) for key in ("source", "target") if key in record}
+            records[i] = {"prompt": record.pop("prompt", ""), "metadata": record} | images
         _check_record(records[i], places[i])
     return records, places, notes
 
@@ -402,7 +403,7 @@ class T2IDataset:
         self.prompts = [record["prompt"] for record in self.records]
         found = self._find("target", target_images_dir)
         self.targets = found and [paths[0] for paths in found]
-        sizes = {load_image(path).size for path in self.targets or []}
+        sizes = {size for size, _ in self._open("target", self.targets or []).values()}
         if len(sizes) > 1 and self.image_size is None:
             raise UserError(
                 f"{self.prompts_file}: its target images have sizes (width, height) like "
@@ -423,6 +424,23 @@ class T2IDataset:
             if not names:
                 raise UserError(f"{self.where(i)}: no '{key}'. Give one to all lines or to none.")
             found.append([n if isinstance(n, PackedImage) else base / n for n in names])
+        return found
+
+    def _open(self, kind, paths):
+        "Image -> size (width, height), digest of its pixels. A note, if much is cropped away."
+        found = {}
+        for path in dict.fromkeys(paths):
+            image = load_image(path)
+            found[path] = image.size, hashlib.sha256(image.tobytes()).hexdigest()
+        if self.image_size:
+            height, width = self.image_size
+            shapes = [w / h * height / width for (w, h), _ in found.values()]
+            kept = [min(shape, 1 / shape) for shape in shapes]
+            if many := sum(share < 0.9 for share in kept):
+                self.notes.append(
+                    f"{many} of {len(found)} {kind} images lose more than a tenth by cropping to "
+                    f"{width} x {height}, at most {1 - min(kept):.0%}"
+                )
         return found
 
     def load(
@@ -453,12 +471,8 @@ class T2IDataset:
         return self.places[index]
 
     def keys(self) -> list[str]:  # one per prompt; equal where prompt and sources are equal
-        "A key for each prompt; for edits it includes the names of the sources."
-        sources = getattr(self, "sources", [()] * len(self))
-        return [
-            json.dumps([prompt, *(path.name for path in paths)])
-            for prompt, paths in zip(self.prompts, sources)
-        ]
+        "A key for each prompt; for edits it includes the pixels of the sources."
+        return [json.dumps([prompt]) for prompt in self.prompts]
 
     def subset(
         self,
@@ -500,8 +514,20 @@ class I2IDataset(T2IDataset):
                 f"{self.prompts_file}: image-to-image needs source images. "
                 "Set data.source_images_dir, or give each line a 'source'."
             )
-        for path in dict.fromkeys(itertools.chain.from_iterable(self.sources)):
-            load_image(path)
+        self.opened = self._open("source", itertools.chain.from_iterable(self.sources))
+
+    def keys(self) -> list[str]:
+        rows = zip(self.prompts, self.sources)
+        return [json.dumps([prompt, *(self.opened[p] for p in paths)]) for prompt, paths in rows]
+
+    def sizes(self) -> dict[tuple[int, int], int]:
+        "Size of the sources as the model gets them, (width, height) -> the first prompt with it."
+        first = {}
+        for i, paths in enumerate(self.sources):
+            for path in paths:
+                size = self.opened[path][0] if self.image_size is None else self.image_size[::-1]
+                first.setdefault(size, i)
+        return first
 
     def __getitem__(self, index: int) -> dict:
         source = [self.load(path) for path in self.sources[index]]

@@ -17,12 +17,12 @@ import torch
 
 from ..data.basics import UserError
 from ..data.loader import PromptLoader
-from ..data.prompts import T2IDataset
+from ..data.prompts import I2IDataset, T2IDataset
 from ..model.adapters import add_lora
 from ..model.loading import load_prompt_parts, pick_device, pick_dtype
 from ..model.memory import build_part, free_bytes, local_folder, model_layout
 from ..model.memory import numbers_in, trainable_parts
-from ..model.tokens import check_prompt_lengths
+from ..model.tokens import check_prompt_lengths, check_source_sizes
 from ..model.wrapper import COMPONENTS
 from .build import lora_options
 from .config import Config, image_height_width
@@ -325,9 +325,11 @@ def longest_prompt(
     config: Config,
     *datasets: T2IDataset,
 ) -> int:  # tokens; where the model was not downloaded yet: a third of its bytes and 32
-    "UserError names the file and the line of a prompt that is too long for the model."
+    "UserError: a prompt is too long for the model, or a source has a size that it does not read."
     folder = local_folder(config.model.name, config.model.revision)
     if folder is None:
+        for edits in (data for data in datasets if isinstance(data, I2IDataset)):
+            check_source_sizes(edits)
         return max(len(p.encode()) for data in datasets for p in data.prompts) // 3 + 32
     parts = load_prompt_parts(folder)
     size = image_height_width(config)
