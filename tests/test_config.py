@@ -72,6 +72,9 @@ SLIPS = {  # words -> a part of the message
         for half in ("ar", "dit", "both")
         for lora in ("true", "false")
     },
+    "--model.component dit --reward.grpo.delta 2": "Set reward.grpo.dit_delta",
+    "--model.component dit --reward.grpo.clip_range_high 0.1": "dit_clip_range_high, and",
+    "--reward.grpo.dit_beta 0.1": "Set reward.grpo.beta",
     "--data.image_size 100": "The nearest that works is 96",
     "--reward.metrics.edit 1": "edit judges edits",
     "--model.component dit --rollout.noise_level 0": "rollout.noise_level",

@@ -88,6 +88,15 @@ def test_a_token_takes_as_long_as_measured(published):
     assert milliseconds == pytest.approx(measured, rel=0.03)
 
 
+def test_tokens_that_do_not_fit_together_are_counted_in_batches(published):
+    words = "--data.image_size 1024 --training.batch_size 96 --reward.grpo.group_size 8"
+    layout, room = published, 11 * 10**9  # bytes, of an H100
+    at_once, split = (Step(parse_args(words.split()), layout, room=r) for r in (None, room))
+    assert at_once.rows == 768 and 100 < split.rows < 250
+    seconds = [step_seconds(step, GPUS["H100"])["tokens"] for step in (at_once, split)]
+    assert seconds[0] < seconds[1]
+
+
 def test_a_kl_takes_a_forward_pass_of_the_reference(published):
     words, seconds = "--model.component both --reward.grpo.beta 0.1".split(), []
     for more in ([], ["--reward.grpo.dit_beta", "0"]):

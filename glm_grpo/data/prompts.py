@@ -348,7 +348,7 @@ def read_rows(
     places = [*map(str, texts)] or [f"{path}, {place} {i}" for i in range(1, len(records) + 1)]
     for i, record in enumerate(records):
         if isinstance(record, dict) and any(type(record.get(key, "")) is not str for key in _FORMS):
-            images = {key: record.pop(key) for key in ("source", "target") if key in record}
+            images = {key: record.pop(key) for key in ("source", "target") if record.get(key)}
             records[i] = {"prompt": record.pop("prompt", ""), "metadata": record} | images
         _check_record(records[i], places[i])
     return records, places, notes
@@ -427,11 +427,13 @@ class T2IDataset:
         return found
 
     def _open(self, kind, paths):
-        "Image -> size (width, height), digest of its pixels. A note, if much is cropped away."
+        "Image -> size (width, height), digest of the pixels that are read. Notes what is cropped."
         found = {}
         for path in dict.fromkeys(paths):
             image = load_image(path)
-            found[path] = image.size, hashlib.sha256(image.tobytes()).hexdigest()
+            read = image if self.image_size is None else fit_image(image, self.image_size)
+            name = repr(read.size).encode() + read.tobytes()
+            found[path] = image.size, hashlib.sha256(name).hexdigest()
         if self.image_size:
             height, width = self.image_size
             shapes = [w / h * height / width for (w, h), _ in found.values()]
@@ -518,7 +520,7 @@ class I2IDataset(T2IDataset):
 
     def keys(self) -> list[str]:
         rows = zip(self.prompts, self.sources)
-        return [json.dumps([prompt, *(self.opened[p] for p in paths)]) for prompt, paths in rows]
+        return [json.dumps([prompt, *(self.opened[p][1] for p in paths)]) for prompt, paths in rows]
 
     def sizes(self) -> dict[tuple[int, int], int]:
         "Size of the sources as the model gets them, (width, height) -> the first prompt with it."

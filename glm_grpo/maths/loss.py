@@ -45,7 +45,7 @@ def cispo_loss(log_ratio, new_logprobs, advantages, clip) -> tuple[Tensor, Tenso
     "The capped ratio is a weight without gradient. 2506.13585 eq. 4."
     ratio = torch.exp(log_ratio)
     loss = -ratio.clamp(max=clip.above).detach() * advantages * new_logprobs
-    return loss, (ratio > clip.above) & (advantages > 0)
+    return loss, (torch.expm1(log_ratio) > clip.above - 1) & (advantages > 0)
 
 
 def sapo_loss(log_ratio, new_logprobs, advantages, clip) -> tuple[Tensor, Tensor]:

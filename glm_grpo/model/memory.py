@@ -308,14 +308,13 @@ def free_bytes(device: torch.device) -> int:
 def bytes_for_tokens(
     device: torch.device,
     weights: int,  # bytes
+    total: int | None = None,  # memory of a device that is not here, in bytes
 ) -> int:
     """Memory for samples whose tokens are sampled together: a quarter of what the weights leave.
     It does not depend on other programs, because another batch size rounds differently."""
-    if device.type == "cuda":
+    if total is None and device.type == "cuda":
         _, total = torch.cuda.mem_get_info(device)
-    else:
-        total = psutil.virtual_memory().total
-    return (total - weights) // 4
+    return ((total or psutil.virtual_memory().total) - weights) // 4
 
 
 def split_samples(

@@ -372,10 +372,25 @@ def weight_problems(config: Config) -> Iterator[str]:
             "reward.grpo.beta needs model.lora true: the reference policy is the model with the "
             "adapter switched off. Train with LoRA, or set beta (and dit_beta) to 0."
         )
+    grpo, names = config.reward.grpo, ("clip_range_high", "delta", "beta")
+    if halves == ["dit"]:
+        given = [name for name in names[:2] if getattr(grpo, name) is not None]
+        yield from (
+            f"reward.grpo.{name} is for tokens, and model.component dit trains none. Set "
+            f"reward.grpo.dit_{name}, and {name} to null."
+            for name in given
+        )
+    if halves == ["ar"]:
+        given = [name for name in names if getattr(grpo, f"dit_{name}") is not None]
+        yield from (
+            f"reward.grpo.dit_{name} is for denoising steps, and model.component ar trains none. "
+            f"Set reward.grpo.{name}, and dit_{name} to null."
+            for name in given
+        )
     if model.torch_dtype == "float16":
         yield (
             "model.torch_dtype float16 cannot train: most gradients are below its smallest number, "
-            "so they become 0. Use bfloat16 or float32."
+            "so they become 0. Use bfloat16 or float32, for evaluations as well."
         )
     averages = training.ema_decay, training.slow_copy_decay
     plain = averages == (None, None) and training.optimizer == "adamw"

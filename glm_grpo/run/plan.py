@@ -20,8 +20,8 @@ from ..data.loader import PromptLoader
 from ..data.prompts import I2IDataset, T2IDataset
 from ..model.adapters import add_lora
 from ..model.loading import load_prompt_parts, pick_device, pick_dtype
-from ..model.memory import build_part, free_bytes, local_folder, model_layout
-from ..model.memory import numbers_in, trainable_parts
+from ..model.memory import build_part, bytes_for_tokens, free_bytes, local_folder
+from ..model.memory import model_layout, numbers_in, split_samples, trainable_parts
 from ..model.tokens import check_prompt_lengths, check_source_sizes
 from ..model.wrapper import COMPONENTS
 from .build import lora_options
@@ -136,6 +136,7 @@ class Step:
         prompt_tokens: int = 64,  # of the longest prompt, about
         dtype: torch.dtype = torch.bfloat16,  # of the weights
         processes: int = 1,  # they share the prompts, and with `training.shard` what trains
+        room: int | None = None,  # of `bytes_for_tokens`; None: tokens are sampled all at once
     ):
         grpo = config.reward.grpo
         training = config.training
@@ -174,6 +175,9 @@ class Step:
         self.cache = int(2 * layers * width * heads)
         tokens = prompt_tokens + self.new_tokens
         self.ar = Transformer(met, width, layers, tokens, 12 * width + 4 * feed, 6 * feed)
+        if room and not rollout.token_batch_size:  # as the run splits them
+            each = tokens * self.cache * self.bytes + self.logits * (self.new_tokens // 8 + 64)
+            self.rows = len(split_samples(self.samples, None, each, room)[0])
         width = dit["num_attention_heads"] * dit["attention_head_dim"]
         layers = dit["num_layers"]
         met = count_met("dit", layout)
@@ -368,8 +372,12 @@ def plan(
     dtype = pick_dtype(model.torch_dtype, device)
     PromptLoader(dataset, config.training.batch_size, world=processes)  # can they be split evenly?
     layout = model_layout(model.name, model.revision)
-    step = Step(config, layout, longest_prompt(config, dataset, heldout), dtype, processes)
     total = sum(numbers_in(part["shapes"]) for part in layout.values())
+    elsewhere = machine and gpu not in here
+    memory = int(GPUS[gpu].memory) if elsewhere else None
+    room = bytes_for_tokens(device, total * dtype.itemsize, memory)
+    longest = longest_prompt(config, dataset, heldout)
+    step = Step(config, layout, longest, dtype, processes, room)
     trained = ", ".join(f"{half} {n:,}" for half, n in step.trained.items())
     say("model", f"{model.name}: {total:,} numbers in {dtype}, of which train: {trained}")
     work = count_work(config, len(dataset), len(heldout))
@@ -382,7 +390,6 @@ def plan(
         f"about {peak / 1e9:.2f} GB on {place}: {', '.join(counted)}; sampling and update "
         "(gradients, activations) come one after the other; keep a tenth free",
     )
-    elsewhere = machine and gpu not in here
     there = GPUS[gpu].memory if elsewhere else free_bytes(device)
     told = f"about {peak / 1e9:.2f} GB needed, {there / 1e9:.2f} GB on {place}. {LESS_MEMORY}"
     if peak > there:

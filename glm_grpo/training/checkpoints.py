@@ -339,9 +339,9 @@ def find_checkpoint(
     place = output_dir or "outputs" if resume == "latest" else path.parent
     there = ", ".join(checkpoint.name for checkpoint in newest_first(place)[:6])
     raise UserError(
-        f"--resume {resume}: no complete checkpoint. In {place}: {there or 'none'}. Name a folder "
-        "like outputs/run_001/checkpoints/checkpoint_step_10, a run's folder, or latest; or train "
-        "without --resume."
+        f"{resume}: no complete checkpoint. In {place}: {there or 'none'}. Name a folder "
+        "like outputs/run_001/checkpoints/checkpoint_step_10, or a run's folder; with "
+        "--resume also latest."
     )
 
 

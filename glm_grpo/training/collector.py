@@ -194,7 +194,7 @@ def count_missing(
     groups = torch.arange(len(missing)) // self.images_per_prompt
     for name, values in scores.parts.items():
         gaps = values.isnan() & ~group_means(values, groups).isnan()
-        missing, found[name] = missing | gaps, int(gaps.sum())
+        missing, found[name] = missing | gaps, max(found.get(name, 0), int(gaps.sum()))
     if missing.any() and self.ranks.first and not self.told_of_missing:
         self.told_of_missing = True
         told = ", ".join(f"{name} for {count}" for name, count in found.items() if count)
