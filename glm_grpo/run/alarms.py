@@ -100,10 +100,15 @@ def compare_evaluations(
     kinds |= dict.fromkeys(before.get("statistics", ()), "statistics")
     kinds["diversity"] = "diversity"
     requests = after.get("requests")
-    reward = paired_difference(before["rewards"], after["rewards"], requests)
-    changes = [Change("reward", "reward", *reward, trained=True)]
     earlier = before.get("values", {})
     later = after.get("values", {})
+    rewards = np.array([before["rewards"], after["rewards"]], dtype=float)
+    for name in trained:  # where a part has a score only once, the rewards are different sums
+        if name in earlier and name in later:
+            missing = np.isnan(np.array([earlier[name], later[name]], dtype=float))
+            rewards[:, missing[0] != missing[1]] = math.nan
+    reward = paired_difference(*rewards, requests)
+    changes = [Change("reward", "reward", *reward, trained=True)]
     for name, kind in kinds.items():
         if name in earlier and name in later:
             paired = paired_difference(earlier[name], later[name], requests)

@@ -23,6 +23,7 @@ from ..data.basics import UserError, atomic_write, check_output_folder
 from ..data.prompts import read_records
 from ..model.tokens import check_prompt_lengths
 from ..rewards.calling import reward_name
+from .alarms import compare_evaluations
 from glm_grpo.run.build import (
     check_reward,
     describe_apostrophes,
@@ -192,11 +193,10 @@ class Run:
         write_results(self)
         self.say("written", str(self.out))
         if self.after:
-            was = self.before["reward_mean"]
-            now = self.after["reward_mean"]
-            self.say(
-                "result", f"reward {was:.3f} -> {now:.3f} ({now - was:+.3f}); see page.html there"
-            )
+            # over the images that have a score from the same parts before and after
+            reward, *_ = compare_evaluations(self.before, self.after, self.watch.trained)
+            told = f"reward {reward.before:.3f} -> {reward.after:.3f} ({reward.difference:+.3f})"
+            self.say("result", f"{told}; see page.html there")
 
 # %% ../../nbs/6_run/19_train.ipynb #xn005
 def make_folder(
