@@ -123,7 +123,7 @@ def test_broken_server(name):
     start = time.perf_counter()
     with BrokenServer(act) as server:
         client = RemoteReward(server.url)
-        client.pause, client.timeout = 0.01, 1.0 if name in SLOW else 20
+        client.pause, client.timeout = 0.01, 0.6 if name in SLOW else 20
         if expected is None:
             assert client(IMAGES[:2], PROMPTS[:2]).tolist() == [1, 2]
         else:
