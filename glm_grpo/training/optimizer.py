@@ -170,7 +170,7 @@ def step(self) -> None:
 def below_epsilon(self) -> dict[str, float]:
     """policy -> share of the weights whose sqrt(v) of AdamW, bias-corrected, is below epsilon.
     Weights that never had a gradient are left out, and policies whose v is not in float32."""
-    shares = {}
+    sums = {}
     for group in self.adamw.param_groups:
         counts = []
         for state in map(self.adamw.state.get, group["params"]):
@@ -179,9 +179,11 @@ def below_epsilon(self) -> dict[str, float]:
                 below = (v > 0) & (v < group["eps"] ** 2 * correction)
                 counts.append(torch.stack([full_tensor(x.sum()) for x in (below, v > 0)]))
         if counts:
-            small, moved = torch.stack(counts).sum(0).tolist()
-            shares[group["name"]] = small / max(1, moved)
-    return shares
+            sums[group["name"]] = torch.stack(counts).sum(0)
+    if not sums:
+        return {}
+    numbers = torch.stack([*sums.values()]).tolist()  # waits for the device, after the update
+    return {name: small / max(1, moved) for name, (small, moved) in zip(sums, numbers)}
 
 
 @patch_to(PolicyOptimizer)

@@ -30,8 +30,9 @@ from glm_grpo.rewards.weighted import WeightedReward
 from glm_grpo.training.trainer import MinimalGRPOTrainer
 
 PROMPTS = ["a cat in the middle on a red ground", 'a sign that says "A1"']
-# Waits of an optimizer step on four samples in two micro-batches. Lower them when they fall.
-WAITS_OF_AN_UPDATE = {"ar": 4, "dit": 14, "both": 30}
+# Waits of an optimizer step on four samples in two micro-batches, the last one after it, for the
+# share of weights below epsilon. Lower them when they fall.
+WAITS_OF_AN_UPDATE = {"ar": 5, "dit": 15, "both": 31}
 
 
 @pytest.fixture(autouse=True)
