@@ -157,7 +157,7 @@ def option(
     default: Any,
     help: str,  # noqa: A002  what it does, for --help
     check: Callable | None = None,  # value -> what is wrong with it, or None; not called for None
-) -> Field:
+) -> Any:  # for type checkers: what `default` is
     "A field of a dataclass of options."
     return field(default=default, metadata={"help": help, "check": check})
 

@@ -25,7 +25,7 @@ from .images import images_html, tensor_to_pil
 from .basics import above, at_least, option
 
 
-def per_row(**kwargs) -> dataclasses.Field:
+def per_row(**kwargs) -> Any:
     "A field with one entry per row: a tensor, a list, or a dataclass of such fields."
     return field(metadata={"per_row": True}, repr=False, **kwargs)
 
