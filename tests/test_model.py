@@ -10,8 +10,8 @@ import torch
 
 from glm_grpo.data.prompts import I2IDataset
 from glm_grpo.data.rollout import RolloutOptions, SampleNames, request_names
-from glm_grpo.model import rollouts
-from glm_grpo.model.rollouts import RolloutSampler
+from glm_grpo.model import sampler
+from glm_grpo.model.sampler import RolloutSampler
 from glm_grpo.model.decode_step import StepCounter
 from glm_grpo.model.sampling import Decisions, unpack_kept
 from glm_grpo.model.tokens import large_grid_tokens, upsample_tokens
@@ -182,7 +182,7 @@ def test_batches_of_the_denoising_are_passed_on_in_their_rows():
 def test_rows_are_sampled_and_scored_in_the_trainers_batches(monkeypatch):
     "On some machines a row is rounded alike in every batch, and the ratio shows no difference."
     model, sizes = new_model(), {"tokens": [], "latents": []}
-    score_tokens, sample_latents = rollouts.score_tokens, rollouts.sample_latents
+    score_tokens, sample_latents = sampler.score_tokens, sampler.sample_latents
 
     def count_tokens(ar, inputs, prompt_index, *args):
         sizes["tokens"].append(len(prompt_index))
@@ -192,8 +192,8 @@ def test_rows_are_sampled_and_scored_in_the_trainers_batches(monkeypatch):
         sizes["latents"].append(micro_batch_size)
         return sample_latents(*args, micro_batch_size=micro_batch_size, **kwargs)
 
-    monkeypatch.setattr(rollouts, "score_tokens", count_tokens)
-    monkeypatch.setattr(rollouts, "sample_latents", count_latents)
+    monkeypatch.setattr(sampler, "score_tokens", count_tokens)
+    monkeypatch.setattr(sampler, "sample_latents", count_latents)
     prompts, images = edits()
     with torch.no_grad():
         replace(sampler_for(model, prompts, images), score_batch_size=2).sample()
@@ -307,18 +307,18 @@ def test_window_moves_with_the_step():
 def test_the_dry_run_counts_the_steps_that_are_denoised(kind, shared, monkeypatch):
     "Three windows, one of each position: two sets of tokens with two images each."
     model, counted = model_of("both", 4), []
-    sample = rollouts.sample_latents
+    sample = sampler.sample_latents
 
     def noted(pipe, inputs, latents, *given, steps, **more):
         counted.append(len(latents) * len(steps))
         return sample(pipe, inputs, latents, *given, steps=steps, **more)
 
-    monkeypatch.setattr(rollouts, "sample_latents", noted)
+    monkeypatch.setattr(sampler, "sample_latents", noted)
     options = {"window": 1, "window_kind": kind, "shared_noise": shared}
     options |= {"num_inference_steps": 4, "guidance_scale": 1.0}
     for step in range(3):
-        sampler = sampler_for(model, [CAT] * 4, None, 2, step, **options)
-        sampler.denoise(sampler.prepare_denoising(sampler.sample_all_tokens()))
+        one = sampler_for(model, [CAT] * 4, None, 2, step, **options)
+        one.denoise(one.prepare_denoising(one.sample_all_tokens()))
     words = ["--model.component", "both", "--training.batch_size", "1"]
     words += ["--reward.grpo.group_size", "2"]
     for name, value in options.items():
@@ -335,13 +335,13 @@ def test_the_dry_run_counts_the_steps_that_are_denoised(kind, shared, monkeypatc
 def test_other_programs_do_not_change_the_batches_of_tokens(monkeypatch):
     "Another batch rounds differently, so a run beside a full device would sample other tokens."
     model, batches = model_of("ar", 4), []
-    sample = rollouts.sample_tokens
+    sample = sampler.sample_tokens
 
     def noted(ar, inputs, index, *more):
         batches.append(len(index))
         return sample(ar, inputs, index, *more)
 
-    monkeypatch.setattr(rollouts, "sample_tokens", noted)
+    monkeypatch.setattr(sampler, "sample_tokens", noted)
     nearly_full = SimpleNamespace(total=16 * 10**9, available=10**5)
     monkeypatch.setattr("psutil.virtual_memory", lambda: nearly_full)
     sampler_for(model, [CAT] * 4).sample_all_tokens()

@@ -15,7 +15,7 @@ import torch
 from helpers import ROOT, read_json
 
 from glm_grpo.data.basics import UserError
-from glm_grpo.model import rollouts
+from glm_grpo.model import sampler
 from glm_grpo.model.latents import decode_latents
 from glm_grpo.model.sampling import sample_tokens
 from glm_grpo.model.wrapper import GLMImageWrapper
@@ -259,8 +259,8 @@ def real_run(monkeypatch, **options):
         sampled.append(len(index))
         return sample_tokens(ar, inputs, index, *more)
 
-    monkeypatch.setattr(rollouts, "decode_latents", noted_decode)
-    monkeypatch.setattr(rollouts, "sample_tokens", noted_sample)
+    monkeypatch.setattr(sampler, "decode_latents", noted_decode)
+    monkeypatch.setattr(sampler, "sample_tokens", noted_sample)
     trainer = MinimalGRPOTrainer(
         tiny(), [], lambda images: images.mean((1, 2, 3)), **base | options
     )

@@ -13,6 +13,7 @@ import re
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -81,22 +82,22 @@ def add_lora(
 
     prefix, option = LORA_PLACES[half]
     names = getattr(options, option)
-    there = set()
+    layers = set()
     for name, layer in model.named_modules():
         match = re.fullmatch(f"{prefix}(.*)", name)
         if match and isinstance(layer, torch.nn.Linear):
-            there.add(match[1])
-    ends = "".join(f".{layer} " for layer in there)
+            layers.add(match[1])
+    ends = "".join(f".{layer} " for layer in layers)
     for name in names or [""]:
         if f".{name} " not in ends:
             raise UserError(
                 f"lora.{option} '{name}': no such layer in the {half}. "
-                f"There are {', '.join(sorted(there))}."
+                f"There are {', '.join(sorted(layers))}."
             )
     one_of_names = "|".join(map(re.escape, names))
     config = LoraConfig(
         r=options.rank,
-        lora_alpha=options.alpha,
+        lora_alpha=options.alpha,  # type: ignore[arg-type]  # peft takes fractions as well
         target_modules=rf"{prefix}(?:.*\.)?({one_of_names})",
         lora_dropout=0.0,
     )
@@ -133,8 +134,9 @@ def read_adapter(
         config = json.loads(Path(folder, "adapter_config.json").read_text(encoding="utf-8"))
         tensors, names = load_file(file), config["target_modules"]
         if isinstance(names, str):  # the regular expression of `add_lora` ends with (a|b|c)
-            names = re.fullmatch(r".*\((.*)\)", names)[1].replace("\\", "").split("|")
-        options = {"rank": int(config["r"]), "alpha": float(config["lora_alpha"])}
+            match = re.fullmatch(r".*\((.*)\)", names)
+            names = match[1].replace("\\", "").split("|")  # type: ignore[index]  # is caught
+        options: dict[str, Any] = {"rank": int(config["r"]), "alpha": float(config["lora_alpha"])}
         options[LORA_PLACES[half][1]] = tuple(names)
     except Exception as error:
         raise UserError(
@@ -163,23 +165,23 @@ def choose_lora(
     halves: Collection[str],  # those that train: "ar", "dit" or both
 ) -> LoraOptions | None:
     "The options of the adapters that are wanted; None: no adapters. UserError: a wrong value."
-    if lora in (None, False):
+    if lora is None or lora is False:
         return None
-    given = {}
+    fields: dict[str, Any] = {}
     if isinstance(lora, LoraOptions):
-        given = vars(lora)
+        fields = vars(lora)
     elif isinstance(lora, dict):
-        given = {name: value for name, value in lora.items() if value is not None}
+        fields = {name: value for name, value in lora.items() if value is not None}
     elif lora is not True:
         for half, where in half_folders(lora, halves).items():
-            given |= read_adapter(where, half)[0]
-    options = LoraOptions(**given)
+            fields |= read_adapter(where, half)[0]
+    options = LoraOptions(**fields)
     check_options(options, "lora.")
     return options
 
 # %% ../../nbs/3_model/13_adapters.ipynb #s_n010
 def save_halves(
-    model: "GLMImageWrapper",  # noqa: F821
+    model: Any,  # a GLMImageWrapper
     folder: str | Path,  # replaced completely, or not at all
     # half -> full state dict to save instead of the half's own, which is sharded
     weights: dict[str, dict[str, Tensor]] | None = None,
@@ -202,7 +204,7 @@ def save_halves(
 
 # %% ../../nbs/3_model/13_adapters.ipynb #s_n017
 def load_halves(
-    model: "GLMImageWrapper",  # noqa: F821
+    model: Any,  # a GLMImageWrapper
     folder: str | Path,  # of `save_halves`
 ) -> None:
     "UserError: not such a folder, or an adapter of another size. Then no weight is changed."
@@ -214,9 +216,9 @@ def load_halves(
             states[half] = _read_weights(model, half, where)
             continue
         saved, states[half] = read_adapter(where, half)
-        own = get_peft_model_state_dict(model.adapters[half], save_embedding_layers=False)
+        weights = get_peft_model_state_dict(model.adapters[half], save_embedding_layers=False)
         shapes = {name: x.shape for name, x in states[half].items()}
-        same = shapes == {name: x.shape for name, x in own.items()}
+        same = shapes == {name: x.shape for name, x in weights.items()}
         if not same or saved["alpha"] != model.lora.alpha:
             raise UserError(
                 f"{where}: an adapter with {saved}; the model's {half} has {model.lora}. Set "
@@ -229,8 +231,8 @@ def load_halves(
             set_peft_model_state_dict(model.adapters[half], state)
             continue
         model.wake(half)
-        own = model.halves[half].state_dict()
-        sharded = {name: shard_like(weight, own.get(name)) for name, weight in state.items()}
+        weights = model.halves[half].state_dict()
+        sharded = {name: shard_like(weight, weights.get(name)) for name, weight in state.items()}
         model.halves[half].load_state_dict(sharded)
 
 

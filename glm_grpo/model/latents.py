@@ -9,6 +9,7 @@ __all__ = ['PIXELS_AT_A_TIME', 'schedule', 'latent_statistics', 'decode_latents'
 # %% ../../nbs/3_model/09_latents.ipynb #n003
 import copy
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -142,7 +143,7 @@ def distinct(
     names: list,  # N
 ) -> tuple[list[int], list[int]]:  # [N]: which of the U different names; [U]: its first row
     "Find the different ones among N names, in order of appearance."
-    numbers = {}
+    numbers: dict[Any, int] = {}
     of_row = [numbers.setdefault(name, len(numbers)) for name in names]
     return of_row, [of_row.index(number) for number in range(len(numbers))]
 
@@ -160,7 +161,7 @@ def source_cache(
     # rows with the same sources share one pass
     rows, first = distinct([tuple(map(id, row)) for row in sources])
     dit, n = parts.transformer, len(first)
-    caches = GlmImageKVCache(dit.config.num_layers)
+    caches: Any = GlmImageKVCache(dit.config.num_layers)
     caches.set_mode("write")
     # with gradient checkpointing, a second forward would write a second time
     was_checkpointing, dit.gradient_checkpointing = dit.gradient_checkpointing, False

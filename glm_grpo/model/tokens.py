@@ -10,11 +10,12 @@ __all__ = ['Grid', 'PUBLISHED_LIMITS', 'language_model_parts', 'layout_positions
 # %% ../../nbs/3_model/01_tokens.ipynb #c002
 import math
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jinja2
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import BatchFeature
 
@@ -23,8 +24,8 @@ from ..data.prompts import I2IDataset, T2IDataset
 
 # %% ../../nbs/3_model/01_tokens.ipynb #c007
 def language_model_parts(
-    model: nn.Module,  # GlmImageForConditionalGeneration, also with LoRA (a PeftModel)
-) -> tuple[nn.Module, nn.Module, int]:  # (AR model without peft's wrapper, its text model, K)
+    model: Any,  # GlmImageForConditionalGeneration, also with LoRA (a PeftModel)
+) -> tuple[Any, Any, int]:  # (AR model without peft's wrapper, its text model, K)
     "The AR model's parts. K is the size of the codebook: token ids below K may be sampled."
     if hasattr(model, "get_base_model"):
         model = model.get_base_model()
@@ -180,7 +181,7 @@ def _check_size(height, width):
 # %% ../../nbs/3_model/01_tokens.ipynb #c041
 def prepare_prompts(
     processor,  # GlmImageProcessor
-    model: nn.Module,  # GlmImageForConditionalGeneration
+    model: Any,  # GlmImageForConditionalGeneration
     prompts: list[str],  # P of them
     height: int,  # of the image, in pixels, a multiple of 32
     width: int,

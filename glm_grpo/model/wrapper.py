@@ -10,6 +10,7 @@ import contextlib
 import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -23,9 +24,9 @@ from .latents import decode_latents
 from .loading import load_pipeline, pick_device, pick_dtype, quiet
 from .memory import Offload, shard_halves, trainable_parts
 from .policies import ARPolicy, DiTPolicy
-from .rollouts import RolloutSampler, complete_options
-from .rollouts import image_defaults, image_inputs
-from .rollouts import score_denoising_decisions, score_token_decisions
+from .sampler import RolloutSampler, complete_options
+from .sampler import image_defaults, image_inputs
+from .sampler import score_denoising_decisions, score_token_decisions
 from .tokens import masked_attention
 
 # %% ../../nbs/3_model/21_wrapper.ipynb #w0c1d2e3
@@ -33,17 +34,17 @@ COMPONENTS = {"ar": ["ar"], "dit": ["dit"], "both": ["ar", "dit"]}
 POLICIES = {"ar": ARPolicy, "dit": DiTPolicy}
 
 
-def _choose_weights(model, lora) -> None:
+def _choose_weights(model) -> dict:  # half -> peft's model around it
     "Adapters, or all weights of the language model and of the DiT."
-    model.lora, model.adapters = choose_lora(lora, model.halves), {}
+    adapters = {}
     for half, module in model.halves.items():
         if model.lora:
-            adapted = add_lora(module, model.lora, model.seed, half)
-            adapted.peft_config["default"].base_model_name_or_path = model.name
-            model.adapters[half] = adapted
+            adapters[half] = add_lora(module, model.lora, model.seed, half)
+            adapters[half].peft_config["default"].base_model_name_or_path = model.name
         else:
             for part in trainable_parts(half, module):
                 part.requires_grad_(True)
+    return adapters
 
 
 def _enable_checkpointing(model) -> None:
@@ -89,7 +90,8 @@ class GLMImageWrapper:
         self.image_defaults = image_defaults(self.pipe)
         models = {"ar": self.ar, "dit": self.dit}
         self.halves = {half: models[half] for half in COMPONENTS[component]}
-        _choose_weights(self, lora)
+        self.lora = choose_lora(lora, self.halves)
+        self.adapters = _choose_weights(self)
         self.num_parameters = sum(p.numel() for m in self.halves.values() for p in m.parameters())
         self.gradient_checkpointing = gradient_checkpointing
         if gradient_checkpointing:
@@ -124,7 +126,7 @@ class GLMImageWrapper:
         "Sample tokens, make images of those tokens, score both. UserError: sizes do not fit."
         prompts = [prompts] if isinstance(prompts, str) else list(prompts)
         if images is not None:
-            images = source_lists(images)
+            images = source_lists(images) or []
             numbers = {len(row) for row in images}
             if len(images) != len(prompts) or len(numbers) != 1 or 0 in numbers:
                 raise UserError(
@@ -135,8 +137,8 @@ class GLMImageWrapper:
             requests = request_names(prompts, images)
             seed = self.seed if seed is None else seed
             names = SampleNames.number(seed, 0, requests, images_per_sample)
-        own = self.image_defaults
-        height, width = height or own["height"], width or own["width"]
+        height = height or int(self.image_defaults["height"])
+        width = width or int(self.image_defaults["width"])
         options = complete_options(options, changes, self)
         how = score_batch_size, decode, score, on_images
         return RolloutSampler(self, prompts, images, height, width, names, options, *how).sample()
@@ -160,7 +162,7 @@ class GLMImageWrapper:
         self.wake("dit")
         latents = rollout.denoising.latents
         if latents is None:
-            inputs, noise = image_inputs(rollout), rollout.initial_latents
+            inputs, noise = image_inputs(rollout), cast(Tensor, rollout.initial_latents)
             latents = sample_latents(self.pipe, inputs, noise, batch_size=batch_size)["latents"]
         return decode_latents(self.pipe, latents).cpu()
 

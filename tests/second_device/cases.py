@@ -21,7 +21,7 @@ from test_rewards_judges import clip  # noqa: F401  fixture
 from glm_grpo import GLMImageWrapper
 from glm_grpo.maths.noise import named_uniforms
 from glm_grpo.model import denoise as denoising
-from glm_grpo.model import rollouts, sampling
+from glm_grpo.model import sampler, sampling
 from glm_grpo.model.decode_step import WARM_UP, CudaGraphs, StepCounter
 from glm_grpo.model.tokens import prepare_prompts
 from glm_grpo.rewards.calling import call_reward
@@ -434,13 +434,13 @@ def test_the_hooks_of_a_layer_are_not_recorded(dit_model):
 
 
 def test_a_planted_mix_up_is_found(dit_model, monkeypatch):
-    prepare = rollouts.prepare_prompts
+    prepare = sampler.prepare_prompts
 
     def forget_mask(*args):
         inputs = prepare(*args)
         return dataclasses.replace(inputs, attention_mask=inputs.attention_mask.cpu())
 
-    monkeypatch.setattr(rollouts, "prepare_prompts", forget_mask)
+    monkeypatch.setattr(sampler, "prepare_prompts", forget_mask)
     where = r"cpu and cuda:0, at glm_grpo/model/\w+.py:\d+"
     with pytest.raises(device.MixedDevices, match=where):
         make_trainer(dit_model).collect(make_batch())
