@@ -7,7 +7,7 @@ import torch
 from helpers import PROMPTS, ROOT, load_weights, main, read_jsonl, resume, same_tensors, small, told
 
 from glm_grpo.data.basics import UserError
-from glm_grpo.data.rollout import SampleNames
+from glm_grpo.maths.noise import SampleNames
 from glm_grpo.maths.loss import compute_grpo_loss
 from glm_grpo.maths.matching import matching_logprob, nft_terms, stratified_steps
 from glm_grpo.model.wrapper import GLMImageWrapper
@@ -170,7 +170,7 @@ def test_the_gradient_is_that_of_advantage_weighted_flow_matching(model, rollout
 
 
 def test_the_times_change_with_the_step_and_not_with_the_rows(model, rollout):
-    later = replace(SampleNames.number(0, 5, PROMPTS[:1], 1), images=[0])
+    later = SampleNames.grow(0, 5, PROMPTS[:1], samples=1)
     one = model.generate_with_tracking(PROMPTS[:1], names=later, score=False, **SIZE, **HOW)
     alone = model.generate_with_tracking(PROMPTS[:1], score=False, **SIZE, **HOW)
     assert one.denoising.decisions != rollout.denoising.decisions == alone.denoising.decisions

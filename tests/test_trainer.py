@@ -510,8 +510,8 @@ def test_a_reward_that_compares_gets_whole_groups(images_per_sample):
     class Slowly(ToyStudio):
         def generate_with_tracking(self, prompts, images=None, *, on_images, **more):
             rollout = super().generate_with_tracking(prompts, images, **more)
-            for start in range(0, len(prompts), 3):
-                rows = list(range(start, min(start + 3, len(prompts))))
+            for start in range(0, len(rollout), 3):
+                rows = list(range(start, min(start + 3, len(rollout))))
                 on_images(rows, rollout.image_tensors[rows])
             return rollout
 

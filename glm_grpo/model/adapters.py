@@ -74,7 +74,7 @@ def compute_in_half_precision(
 def add_lora(
     model,  # GlmImageForConditionalGeneration, or the DiT; adapters are put into it
     options: LoraOptions,
-    seed: int = 0,  # of the start of A; B starts at zero
+    seed: int = 0,  # seeds the start of A; B starts at zero
     half: str = "ar",  # "ar" or "dit"
 ):  # peft's PeftModel around it, in eval mode
     "Add adapters to linear layers (LoRA, arXiv 2106.09685). UserError: a name fits no layer."
@@ -113,7 +113,7 @@ def add_lora(
 
 # %% ../../nbs/3_model/13_adapters.ipynb #n025
 def half_folders(
-    folder: str | Path,  # of saved weights
+    folder: str | Path,  # with saved weights
     halves: Collection[str],  # those that train: "ar", "dit" or both
 ) -> dict[str, Path]:
     "The folder of each half."
@@ -123,7 +123,7 @@ def half_folders(
 
 # %% ../../nbs/3_model/13_adapters.ipynb #n028
 def read_adapter(
-    folder: str | Path,  # of one half
+    folder: str | Path,  # the folder of one half
     half: str = "ar",
 ) -> tuple[dict, dict[str, Tensor]]:  # fields of `LoraOptions`; the weights
     "Read an adapter, but put it nowhere. UserError: a file is missing or broken."
@@ -205,7 +205,7 @@ def save_halves(
 # %% ../../nbs/3_model/13_adapters.ipynb #s_n017
 def load_halves(
     model: Any,  # a GLMImageWrapper
-    folder: str | Path,  # of `save_halves`
+    folder: str | Path,  # written by `save_halves`
 ) -> None:
     "UserError: not such a folder, or an adapter of another size. Then no weight is changed."
     from peft import get_peft_model_state_dict, set_peft_model_state_dict

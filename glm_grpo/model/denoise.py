@@ -32,7 +32,7 @@ class Conditions:
 
     token_ids: Tensor  # [N, patches] int64, ids of the large grid, repeated 2 x 2
     glyphs: Tensor  # [N, S, D]
-    no_glyphs: Tensor  # [N, S0, D], of the empty text
+    no_glyphs: Tensor  # [N, S0, D], glyphs of the empty text
     target_size: Tensor  # [N, 2], height and width in pixels
     crop_coords: Tensor  # [N, 2], zeros: an input that the DiT was trained with
     image_rotary_emb: tuple  # cos and sin, [patches, head size] float32
@@ -45,9 +45,9 @@ def make_conditions(
     large_ids: Tensor,  # [N, h*w] int64, ids of the large grid
     grid: tuple[int, int],  # (h, w)
     glyphs: list[Tensor],  # N embeddings [S, D] of one length
-    no_glyphs: Tensor,  # [S0, D], of the empty text
+    no_glyphs: Tensor,  # [S0, D], glyphs of the empty text
     guidance_scale: float = 1.5,
-    # image to image: N lists of `Source`, of the same sizes in each row
+    # image to image: N lists of `Source`, equally long and large
     sources: list[list[Source]] | None = None,
 ) -> Conditions:
     "Inputs that are the same at every step. Sources have a gradient where gradients are enabled."
@@ -65,7 +65,7 @@ def make_conditions(
 # %% ../../nbs/3_model/11_denoise.ipynb #n013
 def predict_velocity(
     transformer,  # the DiT
-    conditions: Conditions,  # of N rows
+    conditions: Conditions,  # inputs of N rows
     latents: Tensor,  # [N, C, h, w] float32
     timestep: Tensor,  # one number, float32: the unshifted time of `schedule`
     # guidance as one call of 2N rows, where words and sources allow it; None: on a GPU
@@ -131,16 +131,16 @@ class DenoisingStep(NamedTuple):
     before: Tensor  # [N, C, h, w], the latents before the step
     after: Tensor  # [N, C, h, w]
     velocity: Tensor  # [N, C, h, w]
-    mean: Tensor  # [N, C, h, w], of the Gaussian that `after` comes from
+    mean: Tensor  # [N, C, h, w], mean of the Gaussian that `after` comes from
     log_prob: Tensor  # [N], zeros if the step is not a decision
 
 
 def denoise(
     transformer,  # the DiT
-    conditions: Conditions,  # of N rows
+    conditions: Conditions,  # inputs of N rows
     latents: Tensor,  # [N, C, h, w] float32: noise, or the result of earlier steps
-    clocks: tuple[Tensor, Tensor],  # timesteps [K] and sigmas [K+1], of `schedule`
-    noise: Tensor | None = None,  # [N, D, C, h, w] float32, of the decisions
+    clocks: tuple[Tensor, Tensor],  # timesteps [K] and sigmas [K+1], from `schedule`
+    noise: Tensor | None = None,  # [N, D, C, h, w] float32, added by the decisions
     options: NoiseOptions = NO_NOISE,
     steps: range | None = None,  # numbers of the steps to do; None: all K
 ) -> Iterator[DenoisingStep]:  # the latents after the last one are the result
@@ -223,9 +223,9 @@ def _batches(
 @torch.no_grad()
 def sample_latents(
     parts,  # a GlmImagePipeline
-    inputs: ImageInputs,  # of N rows
+    inputs: ImageInputs,  # inputs of N rows
     latents: Tensor,  # [N, C, 4h, 4w] float32: the first noise, or those before `steps`
-    noise: Tensor | None = None,  # [N, D, C, 4h, 4w] float32, of the decisions
+    noise: Tensor | None = None,  # [N, D, C, 4h, 4w] float32, added by the decisions
     options: NoiseOptions = NO_NOISE,
     *,
     batch_size: int | None = None,  # at most this many rows at once; None: no limit
@@ -263,8 +263,8 @@ def sample_latents(
 # %% ../../nbs/3_model/11_denoise.ipynb #n037
 def score_latents(
     parts,  # a GlmImagePipeline
-    inputs: ImageInputs,  # of N rows
-    before: Tensor,  # [N, D, C, 4h, 4w] float32, of `sample_latents`
+    inputs: ImageInputs,  # inputs of N rows
+    before: Tensor,  # [N, D, C, 4h, 4w] float32, from `sample_latents`
     after: Tensor,  # the same shape
     options: NoiseOptions,  # as in `sample_latents`
 ) -> tuple[Tensor, Tensor, Tensor]:  # log_probs [N, D]; means, velocities [N, D, C, 4h, 4w]

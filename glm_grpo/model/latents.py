@@ -24,7 +24,7 @@ def schedule(
     scheduler,  # the model's FlowMatchEulerDiscreteScheduler; it is not changed
     num_inference_steps: int,  # K, at most the scheduler's training steps
     num_patches: int,  # L = height/16 * width/16
-    device: str | torch.device = "cpu",  # of the timesteps, which go into the DiT
+    device: str | torch.device = "cpu",  # for the timesteps, which go into the DiT
 ) -> tuple[Tensor, Tensor]:  # timesteps [K] and sigmas [K+1], float32
     """The two time scales of GlmImagePipeline.
 

@@ -64,7 +64,7 @@ def check_model_index(
 
 # %% ../../nbs/3_model/08_loading.ipynb #n014
 def check_model_folder(
-    folder: str | Path,  # of a model in the layout of diffusers
+    folder: str | Path,  # a model in the layout of diffusers
 ) -> None:
     "Look at a model's files without loading them. UserError: the first that is missing or wrong."
     folder = Path(folder)
@@ -157,7 +157,7 @@ def quiet() -> Iterator[None]:
 
 # %% ../../nbs/3_model/08_loading.ipynb #n026
 def is_hub_id(
-    name: str | Path,  # of a model
+    name: str | Path,  # a model
 ) -> bool:
     "True for an id such as zai-org/GLM-Image. False for a folder, or a path in an existing folder."
     folder = bundled(Path(name).expanduser())
@@ -170,7 +170,7 @@ def is_hub_id(
 # %% ../../nbs/3_model/08_loading.ipynb #n028
 def download_model(
     model_name: str | Path,  # folder, or hub id: then 35 GB are downloaded once
-    revision: str | None = None,  # of a hub id: branch, tag or commit; None: the newest
+    revision: str | None = None,  # branch, tag or commit of a hub id; None: the newest
 ) -> Path:  # the folder of its files
     "Download missing files. UserError: the hub has no such model, or the download failed."
     if not is_hub_id(model_name):
@@ -198,7 +198,7 @@ def load_pipeline(
     model_name: str | Path,  # folder or hub id, as `download_model`
     torch_dtype: torch.dtype = torch.float32,
     device: str | torch.device = "cpu",
-    revision: str | None = None,  # of a hub id: branch, tag or commit; None: the newest
+    revision: str | None = None,  # branch, tag or commit of a hub id; None: the newest
 ):  # GlmImagePipeline in eval mode with all weights frozen
     "Load a GLM-Image. UserError: no such model, another kind of model, missing or broken files."
     from diffusers import GlmImagePipeline
@@ -224,7 +224,7 @@ def load_pipeline(
 
 # %% ../../nbs/3_model/08_loading.ipynb #n029c
 def load_prompt_parts(
-    folder: str | Path,  # of a model
+    folder: str | Path,  # a model
 ) -> SimpleNamespace:  # processor, ar: with its `config`
     "What laying out prompts needs, without weights. UserError: it does not load."
     from transformers import GlmImageConfig, GlmImageProcessor

@@ -93,7 +93,7 @@ def random_pipeline(
 # %% ../../nbs/3_model/16_memory.ipynb #z_n022
 def local_folder(
     name: str | Path,  # a folder, or a hub id
-    revision: str | None = None,  # of a hub id: branch, tag or commit; None: main
+    revision: str | None = None,  # branch, tag or commit of a hub id; None: main
 ) -> Path | None:  # None: the published model, which is not downloaded yet
     "The folder of a model's files. UserError: another hub id that was not downloaded yet."
     if not is_hub_id(name):
@@ -124,7 +124,7 @@ def layout_of(
 
 
 def numbers_in(
-    shapes: dict[str, tuple[int, ...]],  # of a layout
+    shapes: dict[str, tuple[int, ...]],  # name -> shape, as in a layout
 ) -> int:
     "How many numbers these tensors hold."
     return sum(math.prod(shape) for shape in shapes.values())
@@ -132,7 +132,7 @@ def numbers_in(
 
 def model_layout(
     name: str | Path,  # a folder, or a hub id
-    revision: str | None = None,  # of a hub id: branch, tag or commit; None: main
+    revision: str | None = None,  # branch, tag or commit of a hub id; None: main
 ) -> dict[str, dict]:  # as `layout_of`
     """What a model consists of, without its weights; nothing is downloaded.
 
@@ -160,7 +160,7 @@ def trainable_parts(
 
 # %% ../../nbs/3_model/16_memory.ipynb #ce8f041
 def move_to_host(
-    weights: Sequence[Tensor],  # of any shapes, dtypes and devices; empty afterwards
+    weights: Sequence[Tensor],  # any shapes, dtypes and devices; empty afterwards
 ) -> tuple[Tensor, list[Tensor]]:  # the block [bytes] uint8; the copies, which are views of it
     """Copy tensors into one block of the host's memory, each at a multiple of 64 bytes. Each gives
     up its own memory as soon as it is copied, so the host never holds all of them twice."""
@@ -241,7 +241,7 @@ def frozen_weights(module: nn.Module) -> list[nn.Parameter]:
 # %% ../../nbs/3_model/16_memory.ipynb #n024
 @contextlib.contextmanager
 def checkpointing(
-    layers: nn.ModuleList,  # of the language model
+    layers: nn.ModuleList,  # the language model's
     enabled: bool,
 ) -> Iterator[None]:
     """Inside, transformers checkpoints these layers wherever gradients are enabled. It does so only
@@ -293,7 +293,7 @@ def shard_halves(
 def bytes_per_sample(
     config,  # GlmImageConfig
     inputs: PromptInputs,  # L tokens of the longest prompt, T to sample
-    dtype: torch.dtype,  # of the model
+    dtype: torch.dtype,  # the model's
 ) -> int:
     "Memory that a sample takes while its tokens are sampled."
     text, codebook_size = config.text_config, config.vq_config.num_embeddings
@@ -326,10 +326,10 @@ def bytes_for_tokens(
 
 
 def split_samples(
-    number: int,  # of samples
+    number: int,  # number of samples
     most: int | None,  # largest batch, set by the user; None: as many as fit
-    each: int,  # bytes of a sample, of `bytes_per_sample`
-    room: int,  # bytes, of `bytes_for_tokens`
+    each: int,  # bytes of a sample, from `bytes_per_sample`
+    room: int,  # bytes, from `bytes_for_tokens`
 ) -> list[Tensor]:  # sample numbers of each batch
     "Batches of samples. A batch has at least one sample, even if it does not fit."
     if most is None:

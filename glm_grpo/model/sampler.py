@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from ..data.basics import UserError, check_options
-from ..data.rollout import Rollout, RolloutOptions, SampleNames
+from ..data.rollout import Rollout, RolloutOptions
 from ..maths.matching import stratified_steps
-from ..maths.noise import named_noise, named_uniforms
+from ..maths.noise import SampleNames, named_noise, named_uniforms
 from ..maths.sde import choose_window, decision_steps
 from .denoise import ImageInputs, sample_latents, score_latents
 from .denoise import NoiseOptions
-from .latents import decode_latents, distinct, encode_sources
+from .latents import decode_latents, encode_sources
 from .latents import glyph_embeddings, schedule
 from .memory import bytes_for_tokens, bytes_per_sample, checkpointing, split_samples
 from .policies import Denoising, TokenDecisions
@@ -76,14 +76,14 @@ def image_inputs(rollout: Rollout) -> ImageInputs:
 # %% ../../nbs/3_model/19_sampler.ipynb #n015
 @dataclass
 class RolloutSampler:
-    "Samples one rollout: N rows, one image per row. The fields determine it."
+    "Samples one rollout, as its tree of names says. The fields determine it."
 
     model: Any  # a GLMImageWrapper
-    prompts: list[str]
-    source_images: list | None  # image to image: N lists of PIL images
+    prompts: list[str]  # B
+    source_images: list | None  # image to image: B lists of PIL images
     height: int  # pixels
     width: int
-    names: SampleNames  # of the noise; rows with equal token names share their tokens
+    names: SampleNames  # the tree of the B prompts, S token samples and N images
     options: RolloutOptions
     score_batch_size: int | None = None  # rows scored at a time; None: all
     decode: bool = True
@@ -91,36 +91,38 @@ class RolloutSampler:
     on_images: Callable | None = None  # called with (rows, images [n, 3, H, W]) batch by batch
 
     def __post_init__(self) -> None:
-        # request and token sample of each row, and the first row of each
-        self.request_of_row, self.first_of_request = distinct(self.names.requests)
-        self.sample_of_row, self.first_of_sample = distinct(self.names.tokens())
         scale, config = self.model.pipe.vae_scale_factor, self.model.pipe.transformer.config
         self.latent_shape = config.in_channels, self.height // scale, self.width // scale
         # with `shared_noise`, images of the same tokens start from the same noise
         adds_noise = self.options.noise_level > 0 and self.options.dit_objective == "steps"
-        shared = self.options.shared_noise and self.model.dit_decides and adds_noise
-        self.first_noise = self.names.first_noise(shared)  # N names
+        self.shared = self.options.shared_noise and self.model.dit_decides and adds_noise
         self.images: Tensor | None = None  # [N, 3, H, W] float32 in [0, 1] on the CPU
         if self.decode:
-            self.images = torch.empty(len(self.prompts), 3, self.height, self.width)
+            self.images = torch.empty(len(self.names.images), 3, self.height, self.width)
 
-    def sample_all_tokens(self) -> Rollout:
-        "Sample every different token sample once; rows of the same sample share it."
-        model, options, first = self.model, self.options, self.first_of_request
+    @torch.no_grad()
+    def sample(self) -> Rollout:
+        "Sample tokens, make images of these tokens, and score the decisions."
+        samples = self.prepare_denoising(self.sample_all_tokens())
+        rollout = self.denoise(samples)
+        # after the images, so that a reward can score them meanwhile
+        logprobs = self.token_logprobs(samples) if self.score else None
+        return replace(rollout, token_logprobs=logprobs, image_tensors=self.images)
+
+    def sample_all_tokens(self) -> Rollout:  # S rows
+        "Sample all token samples. Their images will share them."
+        model, options, names = self.model, self.options, self.names
         model.wake("ar")
-        prompts, images = [self.prompts[i] for i in first], self.source_images
-        images = images and [images[i] for i in first]
+        sizes = self.height, self.width
         inputs = prepare_prompts(
-            model.processor, model.ar, prompts, self.height, self.width, images
+            model.processor, model.ar, self.prompts, *sizes, self.source_images
         )
-
-        prompt_index = torch.tensor(self.request_of_row)  # [N]
-        prompt_of_sample, tokens = prompt_index[self.first_of_sample], self.names.tokens()
-        uniforms = named_uniforms([tokens[i] for i in self.first_of_sample], inputs.num_tokens)
-        if self.names.grids_per_preview > 1 and len(inputs.grids) > 1:  # an edit has no preview
-            previews, (height, width) = self.names.previews(), inputs.grids[0]
-            shared = [previews[i] for i in self.first_of_sample]
-            uniforms[:, : height * width] = named_uniforms(shared, height * width)
+        places = [place for place, _ in names.samples]
+        prompt_index = torch.tensor(places)  # [S]
+        uniforms = named_uniforms(names.tokens(), inputs.num_tokens)
+        if names.grids_per_preview > 1 and len(inputs.grids) > 1:  # an edit has no preview
+            height, width = inputs.grids[0]
+            uniforms[:, : height * width] = named_uniforms(names.previews(), height * width)
         each = bytes_per_sample(model.ar.config, inputs, model.ar.dtype)
         halves = model.ar, model.pipe.transformer
         weights = sum(p.nbytes for half in halves for p in half.parameters())
@@ -128,33 +130,30 @@ class RolloutSampler:
         how: tuple = options.temperature, options.top_p
         batches = []
         for rows in split_samples(len(uniforms), options.token_batch_size, each, room):
-            used, index = prompt_of_sample[rows].unique(return_inverse=True)
+            used, index = prompt_index[rows].unique(return_inverse=True)
             batches.append(sample_tokens(model.ar, inputs.rows(used), index, uniforms[rows], *how))
         token_ids = torch.cat([batch.token_ids for batch in batches])
-        logprobs = torch.cat([batch.logprobs for batch in batches])
         kept = [batch.kept for batch in batches if batch.kept is not None]
         outside = token_ids >= model.ar.config.vq_config.num_embeddings
         return Rollout(
-            prompts=self.prompts,
-            source_images=self.source_images,
-            token_ids=token_ids[self.sample_of_row],
-            sampling_logprobs=logprobs[self.sample_of_row],
-            tokens=TokenDecisions(
-                inputs, prompt_index, torch.cat(kept)[self.sample_of_row] if kept else None, *how
-            ),
-            images_per_sample=self.names.images_per_sample,
+            prompts=[self.prompts[place] for place in places],
+            source_images=self.source_images and [self.source_images[place] for place in places],
+            token_ids=token_ids,
+            sampling_logprobs=torch.cat([batch.logprobs for batch in batches]),
+            tokens=TokenDecisions(inputs, prompt_index, torch.cat(kept) if kept else None, *how),
+            images_per_sample=names.images_per_sample,
             diagnostics={"tokens_outside": outside.sum().item()},
         )
 
-    def prepare_denoising(self, rollout: Rollout) -> Rollout:
-        "First noise, glyphs, sources, and the denoising steps that are decisions."
+    def prepare_denoising(self, samples: Rollout) -> Rollout:  # S rows
+        "Glyphs, sources, shared first noise, and the denoising steps that are decisions."
         model, sources = self.model, None
-        if self.source_images:  # those of each different request are encoded once
+        if self.source_images:
             model.wake("dit")
             encoded = []
-            for tokens, row in zip(rollout.tokens.prompt_inputs.sources, self.first_of_request):
-                encoded.append(encode_sources(model.pipe, self.source_images[row], tokens))
-            sources = [encoded[i] for i in self.request_of_row]
+            for images, tokens in zip(self.source_images, samples.tokens.prompt_inputs.sources):
+                encoded.append(encode_sources(model.pipe, images, tokens))
+            sources = [encoded[place] for place, _ in self.names.samples]
         denoising = Denoising(
             num_inference_steps=self.options.num_inference_steps,
             guidance_scale=self.options.guidance_scale,
@@ -163,8 +162,10 @@ class RolloutSampler:
         )
         if model.dit_decides:
             denoising = self.add_decisions(denoising)
-        first_noise = named_noise(self.first_noise, self.latent_shape)
-        return replace(rollout, initial_latents=first_noise, denoising=denoising)
+        first_noise = None
+        if self.shared:
+            first_noise = named_noise(self.names.first_noise(True), self.latent_shape)
+        return replace(samples, initial_latents=first_noise, denoising=denoising)
 
     def add_decisions(self, denoising: Denoising) -> Denoising:
         "Set the decisions. At noise level 0 no step adds noise, and there are none."
@@ -185,6 +186,14 @@ class RolloutSampler:
         noise = NoiseOptions(tuple(chosen), options.noise_level, options.sde_type)
         return replace(denoising, noise=noise, sigmas=sigmas, ratio_norm=options.ratio_norm)
 
+    def image_rows(self, samples: Rollout) -> Rollout:  # N rows
+        "From here on a row is an image: it has the tokens of its sample, and its first noise."
+        rollout = samples.rows(self.names.sample_of_image)
+        if self.shared:
+            return rollout
+        first_noise = named_noise(self.names.first_noise(False), self.latent_shape)
+        return replace(rollout, initial_latents=first_noise)
+
     def take_images(self, rows: list[int], latents: Tensor) -> None:
         "Decode a batch of latents, keep the images, and pass them on."
         if self.images is not None:
@@ -192,12 +201,13 @@ class RolloutSampler:
             if self.on_images:
                 self.on_images(rows, images)
 
-    def denoise(self, rollout: Rollout) -> Rollout:
+    def denoise(self, samples: Rollout) -> Rollout:  # N rows
         "Make the images; if the denoising policy trains, keep its decisions."
         self.model.wake("dit")
+        rollout = self.image_rows(samples)
         matching = rollout.denoising.matching
         if self.model.dit_decides and not matching:
-            return self.denoise_with_decisions(rollout)
+            return self.denoise_with_decisions(rollout, *self.denoise_common_steps(samples))
         if not (self.decode or matching):
             return rollout
         denoised = sample_latents(
@@ -209,34 +219,36 @@ class RolloutSampler:
         )
         return self.match_images(rollout, denoised["latents"]) if matching else rollout
 
-    def denoise_common_steps(self, rollout: Rollout) -> tuple[Tensor, int]:
-        "Steps before the first decision, once per start: latents [N, C, h, w], number of steps."
-        # rows with equal tokens and first noise have equal latents until the first decision
-        of_row, first = distinct(list(zip(self.names.tokens(), self.first_noise)))
-        number = min(rollout.denoising.decisions, default=0)
-        noise = cast(Tensor, rollout.initial_latents)
-        if number == 0 or len(first) == len(rollout):
-            return noise, 0
+    def denoise_common_steps(self, samples: Rollout) -> tuple[Tensor | None, int]:
+        """The steps before the first decision, once for each token sample, as its images start
+        alike: their latents [N, C, h, w], and the number of steps. None: there is none to share."""
+        number = min(samples.denoising.decisions, default=0)
+        if number == 0 or not self.shared or len(samples) == len(self.names.images):
+            return None, 0
         denoised = sample_latents(
             self.model.pipe,
-            image_inputs(rollout.rows(first)),
-            noise[first],
+            image_inputs(samples),
+            cast(Tensor, samples.initial_latents),
             batch_size=self.options.batch_size,
             steps=range(number),
         )
-        return denoised["latents"][of_row], number
+        return denoised["latents"][self.names.sample_of_image], number
 
-    def denoise_with_decisions(self, rollout: Rollout) -> Rollout:
+    def denoise_with_decisions(
+        self,
+        rollout: Rollout,
+        latents: Tensor | None,  # [N, C, h, w] after the common steps; None: the first noise
+        done: int,  # number of common steps
+    ) -> Rollout:
         "Denoise in the batches in which the steps will be scored, so that rounding is the same."
         options, noise = rollout.denoising.noise, None
         if options.decisions:
             shape = len(options.decisions), *self.latent_shape
             noise = named_noise(self.names.step_noise(), shape)
-        latents, done = self.denoise_common_steps(rollout)
         denoised = sample_latents(
             self.model.pipe,
             image_inputs(rollout),
-            latents,
+            cast(Tensor, rollout.initial_latents) if latents is None else latents,
             noise,
             options,
             micro_batch_size=self.score_batch_size or self.options.batch_size,
@@ -270,20 +282,10 @@ class RolloutSampler:
         denoising = replace(denoising, old_velocities=velocities)
         return replace(rollout, denoising=denoising, latents_logprobs=logprobs)
 
-    def token_logprobs(self, rollout: Rollout) -> Tensor:
-        "[N, T] float32. Every different token sample is scored once."
-        samples = rollout.rows(self.first_of_sample)
+    def token_logprobs(self, samples: Rollout) -> Tensor:
+        "[N, T] float32. Every token sample is scored once."
         logprobs = self.model.compute_token_logprobs(samples, self.score_batch_size)
-        return logprobs[self.sample_of_row]
-
-    @torch.no_grad()
-    def sample(self) -> Rollout:
-        "Sample tokens, make images of these tokens, and score the decisions."
-        rollout = self.prepare_denoising(self.sample_all_tokens())
-        rollout = self.denoise(rollout)
-        # after the images, so that a reward can score them meanwhile
-        logprobs = self.token_logprobs(rollout) if self.score else None
-        return replace(rollout, token_logprobs=logprobs, image_tensors=self.images)
+        return logprobs[self.names.sample_of_image]
 
 # %% ../../nbs/3_model/19_sampler.ipynb #n044
 def score_token_decisions(

@@ -203,7 +203,7 @@ def attend(
     keys: Tensor,  # [N, G, S, D]
     values: Tensor,  # [N, G, S, D]
     attn_mask: Tensor | None,  # [N, 1, 1, S]: 0, or -inf to mask; added to the scores
-    scale: float,  # of the scores
+    scale: float,  # factor of the scores
 ) -> Tensor:  # as queries
     "Softmax attention as two batched products, called as PyTorch's own."
     scores = torch.matmul(queries * scale, keys.transpose(2, 3))
@@ -326,7 +326,7 @@ def sample_tokens(
     top_p: float = 0.75,  # in (0, 1]; 1 keeps all tokens
     # True: the same shapes in each step, as a CUDA graph needs; None: True on CUDA
     fixed_shapes: bool | None = None,
-    recorder: CudaGraphs | None = None,  # of the steps; None: CUDA graphs on CUDA
+    recorder: CudaGraphs | None = None,  # records the steps; None: CUDA graphs on CUDA
 ) -> SampledTokens:
     "Sample exactly the T tokens of N samples."
     device = inputs.input_ids.device

@@ -183,7 +183,7 @@ def prepare_prompts(
     processor,  # GlmImageProcessor
     model: Any,  # GlmImageForConditionalGeneration
     prompts: list[str],  # P of them
-    height: int,  # of the image, in pixels, a multiple of 32
+    height: int,  # pixels of the image, a multiple of 32
     width: int,
     images: list[list] | None = None,  # image-to-image: source images (PIL), as many per prompt
 ) -> PromptInputs:  # on the model's device
@@ -263,7 +263,7 @@ def upsample_tokens(
     return ids.view(-1, h, w).repeat_interleave(2, 1).repeat_interleave(2, 2).flatten(1)
 
 # %% ../../nbs/3_model/01_tokens.ipynb #c059
-PUBLISHED_LIMITS = {"shortest_edge": 512**2, "longest_edge": 2048**2}  # of zai-org/GLM-Image
+PUBLISHED_LIMITS = {"shortest_edge": 512**2, "longest_edge": 2048**2}  # those of zai-org/GLM-Image
 
 
 def check_source_sizes(
@@ -285,7 +285,7 @@ def check_source_sizes(
 def check_prompt_lengths(
     model,  # GLMImageWrapper, or anything with its `processor` and an `ar` with its `config`
     dataset: T2IDataset | I2IDataset,
-    height: int,  # of the images, in pixels
+    height: int,  # pixels of the images
     width: int,
 ) -> int:  # positions that the longest prompt and its image take
     "Raises UserError with file and line of a prompt that needs more positions than the model has."

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from ..data.basics import UserError
 from ..data.prompts import source_lists
-from ..data.rollout import Rollout, RolloutOptions, SampleNames, request_names
+from ..data.rollout import Rollout, RolloutOptions
+from ..maths.noise import SampleNames, request_names
 from .adapters import LoraOptions, add_lora, choose_lora, load_halves, save_halves
 from .denoise import sample_latents
 from .latents import decode_latents
@@ -70,11 +71,11 @@ class GLMImageWrapper:
         device: torch.device | str | None = None,  # None: CUDA if there is one, else MPS, else CPU
         # None: all weights train; True, a dict or LoraOptions: adapters; a folder: saved adapters
         lora: bool | dict | LoraOptions | str | Path | None = None,
-        seed: int = 0,  # of the adapters' start, and of sampling where no other is given
+        seed: int = 0,  # seeds the adapters' start, and sampling where no other is given
         gradient_checkpointing: bool = False,  # less memory in the backward pass, a third slower
         offload: bool = False,  # the idle half's frozen weights wait in the host's memory
         device_map: torch.device | str | None = None,  # as device; "auto": the best there is
-        revision: str | None = None,  # of a hub id: branch, tag or commit; None: the newest
+        revision: str | None = None,  # branch, tag or commit of a hub id; None: the newest
     ):
         "UserError: not a GLM-Image, unknown device, dtype or component."
         if component not in COMPONENTS:
@@ -105,14 +106,15 @@ class GLMImageWrapper:
 
     def generate_with_tracking(  # noqa: PLR0913  the public interface
         self,
-        prompts: str | list[str],  # N, one image each: repeat a prompt for a group
-        # image to image: N PIL images, or N lists of them, as many in each
+        prompts: str | list[str],  # one image each: repeat a prompt for a group
+        # image to image: a PIL image for each prompt, or as many lists of them, equally long
         images: list | None = None,
         *,
         height: int | None = None,  # pixels, a multiple of 32; None: the model's own
         width: int | None = None,
         seed: int | str | None = None,  # None: the wrapper's
-        names: SampleNames | None = None,  # of the noise of each row; None: derived from the seed
+        # the tree of samples and images of each prompt, which then comes once; None: from the seed
+        names: SampleNames | None = None,
         # rows scored at a time; with the trainer's micro-batch ratios are exactly 1 in bf16 as well
         score_batch_size: int | None = None,
         decode: bool = True,  # False: no images
@@ -136,7 +138,12 @@ class GLMImageWrapper:
             images_per_sample = {"ar": 1, "dit": len(prompts), "both": 2}[self.component]
             requests = request_names(prompts, images)
             seed = self.seed if seed is None else seed
-            names = SampleNames.number(seed, 0, requests, images_per_sample)
+            names = SampleNames.of_rows(seed, 0, requests, images_per_sample)
+            places = [requests.index(request) for request in names.requests]
+            prompts = [prompts[place] for place in places]
+            images = images and [images[place] for place in places]
+        if len(prompts) != len(names.requests):
+            raise UserError(f"{len(prompts)} prompts, and names of {len(names.requests)}.")
         height = height or int(self.image_defaults["height"])
         width = width or int(self.image_defaults["width"])
         options = complete_options(options, changes, self)

@@ -24,7 +24,7 @@ from tqdm import tqdm
 from ..data.basics import UserError, atomic_write, check_output_folder
 from ..data.images import tensor_to_pil
 from ..data.prompts import T2IDataset, collate, read_records
-from ..data.rollout import request_names
+from ..maths.noise import request_names
 from ..model.tokens import check_prompt_lengths
 from ..rewards.calling import RewardError
 from ..rewards.perception import image_numbers

@@ -19,9 +19,8 @@ from tqdm import tqdm
 
 from ..data.basics import UserError, atomic_write, check_output_folder
 from ..data.prompts import T2IDataset, collate
-from ..data.rollout import SampleNames, request_names
 from ..maths.advantages import equal_groups
-from ..maths.noise import named_generator
+from ..maths.noise import SampleNames, named_generator, request_names
 from ..model.tokens import check_prompt_lengths
 from ..model.wrapper import GLMImageWrapper
 from ..rewards.weighted import Judging
@@ -133,11 +132,17 @@ def sample_trees(
     for i, key in enumerate(dataset.keys()):
         different.setdefault(key, i)
     for i in tqdm([*different.values()][:num_prompts], desc="probe", unit="prompt", disable=None):
-        batch = collate([dataset[i]] * math.prod(shape))
-        prompts = batch["prompts"]
-        sources = batch.get("source_images")
-        requests = request_names(prompts[:1], sources and sources[:1])
-        names = SampleNames.tree(config.training.seed, 0, requests, *shape)
+        batch = collate([dataset[i]])
+        prompts, sources = batch["prompts"], batch.get("source_images")
+        names = SampleNames.grow(
+            config.training.seed,
+            0,
+            request_names(prompts, sources),
+            samples=shape[0] * shape[1],
+            images=shape[2],
+            grids_per_preview=shape[1],
+            own_noise=True,
+        )
         rollout = model.generate_with_tracking(
             prompts,
             sources,
@@ -147,12 +152,11 @@ def sample_trees(
             score=False,
             options=config.rollout,
         )
-        one_row = collate([dataset[i]])
         given = [
-            one_row.get(name) for name in ("prompts", "target_images", "source_images", "metadata")
+            batch.get(name) for name in ("prompts", "target_images", "source_images", "metadata")
         ]
         for policy, one in each_reward(reward).items():
-            scores = Judging(one, *given, len(prompts)).finish(rollout.image_tensors)
+            scores = Judging(one, *given, len(rollout)).finish(rollout.image_tensors)
             parts = scores.parts if len(scores.parts) > 1 else {}  # a sum of one part is that part
             for name, rewards in {"reward": scores.rewards, **parts}.items():
                 key = f"{policy}/{name}" if policy else name

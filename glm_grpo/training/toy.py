@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..data.rollout import Policy, Rollout, SampleNames, Samples
-from ..maths.noise import named_noise, named_uniforms
+from ..data.rollout import Policy, Rollout, Samples
+from ..maths.noise import SampleNames, named_noise, named_uniforms
 
 ICONS = {  # prompt -> tokens
     "a red heart": "0202022222222220222000200",
@@ -99,17 +99,18 @@ class ToyPainter:
     @torch.no_grad()
     def generate_with_tracking(
         self,
-        prompts: list[str],  # N
+        prompts: list[str],  # B
         images: list | None = None,  # sources; ignored
         *,
         names: SampleNames,
         **options,  # height, width...; ignored
     ) -> Rollout:
-        policy = self.policies["ar"]
-        below = policy.logprobs(prompts).exp().cumsum(-1)
-        ids = (below < named_uniforms(names.tokens(), 25)[..., None])[..., :-1].sum(-1)
+        policy, rows = self.policies["ar"], names.rows(prompts)  # N prompts, one for each image
+        below = policy.logprobs(rows).exp().cumsum(-1)
+        uniforms = named_uniforms(names.tokens(), 25)[names.sample_of_image]
+        ids = (below < uniforms[..., None])[..., :-1].sum(-1)
         shared = names.images_per_sample
-        rollout = Rollout(prompts, paint(ids), token_ids=ids, images_per_sample=shared)
+        rollout = Rollout(rows, paint(ids), token_ids=ids, images_per_sample=shared)
         logprobs = policy.score(Samples(rollout, ids, shared))
         return replace(rollout, token_logprobs=logprobs)
 
@@ -162,7 +163,7 @@ class ToyStudio(ToyPainter):
     @torch.no_grad()
     def generate_with_tracking(self, prompts, images=None, *, names, **options):
         rollout = super().generate_with_tracking(prompts, names=names)
-        normal = self.policies["dit"].normal(prompts)
+        normal = self.policies["dit"].normal(rollout.prompts)
         light = normal.mean + 0.1 * named_noise(names.step_noise(), (3,))
         lit = rollout.image_tensors + light[..., None, None]
         old = normal.log_prob(light)
