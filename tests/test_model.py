@@ -98,7 +98,7 @@ def test_ratio_is_one_before_the_first_update(dtype, rank, task, options):
         sampler.score_batch_size = size
         with torch.no_grad():
             rollout = sampler.denoise(sampler.prepare_denoising(tokens))
-            rollout = replace(rollout, token_logprobs=sampler.token_logprobs(tokens))
+            rollout = replace(rollout, token_logprobs=model.compute_token_logprobs(tokens, size))
         assert rollout.token_logprobs.mean() < -0.2  # the model had a choice
         assert largest_change(model, rollout, size) == UNMOVED
 
@@ -218,7 +218,9 @@ def rows_of_the_dit(sampler, tokens, shared):
     counter = sampler.model.dit.register_forward_pre_hook(count, with_kwargs=True)
     rollout = sampler.denoise(rollout)
     counter.remove()
-    return replace(rollout, token_logprobs=sampler.token_logprobs(tokens)), sum(rows)
+    scored = sampler.model.compute_token_logprobs(tokens, sampler.score_batch_size)
+    scored = scored[sampler.names.sample_of_image]
+    return replace(rollout, token_logprobs=scored), sum(rows)
 
 
 LATE = {"num_inference_steps": 6, "guidance_scale": 1, "window": 2, "window_kind": "sliding"}

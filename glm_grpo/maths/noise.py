@@ -168,7 +168,3 @@ class SampleNames:
             branch = f"|{number}" if number else ""
             names.append(f"{self.prefix}|{self.requests[b]}|{image}|steps{branch}")
         return names
-
-    def window(self) -> str:
-        "Name of the random position of the window."
-        return f"{self.prefix}|window"

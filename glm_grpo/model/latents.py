@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['PIXELS_AT_A_TIME', 'schedule', 'latent_statistics', 'decode_latents', 'glyph_embeddings', 'size_conditions', 'Source',
-           'encode_sources', 'distinct', 'source_cache']
+           'encode_sources', 'source_cache']
 
 # %% ../../nbs/3_model/09_latents.ipynb #n003
 import copy
@@ -139,15 +139,6 @@ def encode_sources(
     return sources
 
 # %% ../../nbs/3_model/09_latents.ipynb #s_n019
-def distinct(
-    names: list,  # N
-) -> tuple[list[int], list[int]]:  # [N]: which of the U different names; [U]: its first row
-    "Find the different ones among N names, in order of appearance."
-    numbers: dict[Any, int] = {}
-    of_row = [numbers.setdefault(name, len(numbers)) for name in names]
-    return of_row, [of_row.index(number) for number in range(len(numbers))]
-
-
 def source_cache(
     parts,  # a GlmImagePipeline
     # N lists of `Source`, equal in number and in sizes; None: no sources
@@ -159,7 +150,9 @@ def source_cache(
     from diffusers.models.transformers.transformer_glm_image import GlmImageKVCache
 
     # rows with the same sources share one pass
-    rows, first = distinct([tuple(map(id, row)) for row in sources])
+    names = [tuple(map(id, row)) for row in sources]
+    different = list(dict.fromkeys(names))
+    rows, first = list(map(different.index, names)), list(map(names.index, different))
     dit, n = parts.transformer, len(first)
     caches: Any = GlmImageKVCache(dit.config.num_layers)
     caches.set_mode("write")

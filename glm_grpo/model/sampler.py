@@ -105,8 +105,10 @@ class RolloutSampler:
         "Sample tokens, make images of these tokens, and score the decisions."
         samples = self.prepare_denoising(self.sample_all_tokens())
         rollout = self.denoise(samples)
-        # after the images, so that a reward can score them meanwhile
-        logprobs = self.token_logprobs(samples) if self.score else None
+        logprobs = None
+        if self.score:  # after the images, so that a reward can score them meanwhile
+            logprobs = self.model.compute_token_logprobs(samples, self.score_batch_size)
+            logprobs = logprobs[self.names.sample_of_image]
         return replace(rollout, token_logprobs=logprobs, image_tensors=self.images)
 
     def sample_all_tokens(self) -> Rollout:  # S rows
@@ -181,7 +183,11 @@ class RolloutSampler:
         if options.noise_level:
             possible = decision_steps(sigmas, options.noise_level, options.sde_type)
             chosen = choose_window(
-                possible, options.window, options.window_kind, key=names.window(), step=names.step
+                possible,
+                options.window,
+                options.window_kind,
+                key=f"{names.prefix}|window",
+                step=names.step,
             )
         noise = NoiseOptions(tuple(chosen), options.noise_level, options.sde_type)
         return replace(denoising, noise=noise, sigmas=sigmas, ratio_norm=options.ratio_norm)
@@ -281,11 +287,6 @@ class RolloutSampler:
         logprobs, _, velocities = self.model.score_denoising(rollout, self.score_batch_size)
         denoising = replace(denoising, old_velocities=velocities)
         return replace(rollout, denoising=denoising, latents_logprobs=logprobs)
-
-    def token_logprobs(self, samples: Rollout) -> Tensor:
-        "[N, T] float32. Every token sample is scored once."
-        logprobs = self.model.compute_token_logprobs(samples, self.score_batch_size)
-        return logprobs[self.names.sample_of_image]
 
 # %% ../../nbs/3_model/19_sampler.ipynb #n044
 def score_token_decisions(

@@ -196,7 +196,7 @@ def prepare_prompts(
     # [large, preview] after the sources; the model samples the preview first
     grids = batch["image_grid_thw"].view(len(prompts), -1, 3)[..., 1:].tolist()
     num_sources = len(sources[0])
-    source_grids = [own[:num_sources] for own in grids]
+    source_grids = [of_prompt[:num_sources] for of_prompt in grids]
     target_grids = [tuple(grid) for grid in reversed(grids[0][num_sources:])]
 
     start_id = model.config.image_start_token_id
@@ -204,8 +204,8 @@ def prepare_prompts(
     if num_sources:
         inputs.input_ids = _ids_with_sources(model, batch, inputs.position_ids)
         inputs.sources = []
-        for ids, own in zip(inputs.input_ids, places):
-            inputs.sources.append([(ids[at : at + h * w], (h, w)) for at, (h, w) in own])
+        for ids, of_prompt in zip(inputs.input_ids, places):
+            inputs.sources.append([(ids[at : at + h * w], (h, w)) for at, (h, w) in of_prompt])
     return inputs
 
 # %% ../../nbs/3_model/01_tokens.ipynb #p_cc4b7a9

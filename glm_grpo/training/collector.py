@@ -98,12 +98,11 @@ class Collector:
     ) -> Experience:
         "Sample, compute rewards and advantages. UserError: the batch has no prompts."
         start, peak = time.perf_counter(), PeakMemory(self.device)
-        batch = as_batch(batch)
-        prompts, sources = batch["prompts"], batch["source_images"]
-        given = prompts, batch["target_images"], sources, batch["metadata"], self.images_per_prompt
+        batch, names = self.open_batch(batch, step)
+        fields = (batch[name] for name in ("prompts", "target_images", "source_images", "metadata"))
+        given = *fields, self.images_per_prompt
         different = dict.fromkeys(self.rewards.values())
         judgings = [Judging(reward, *given) for reward in different]
-        names = self.name_samples(prompts, sources, step)
         options = self.options.step
         one_update = options.updates_per_rollout == options.mini_batches == 1
         # one update computes them itself, once scoring is known to agree with sampling
@@ -115,7 +114,7 @@ class Collector:
                 judging.add(rows, images)
 
         def sample_and_judge():
-            rollout = self.sample(prompts, sources, step, names, judge, score)
+            rollout = self.sample(batch, names, judge, score)
             sampled = time.perf_counter()
             scores = [judging.finish(rollout.image_tensors) for judging in judgings]
             if self.options.grpo.missing_scores == "stop":
@@ -135,33 +134,37 @@ class Collector:
         experience.memory = {"rollout": peak.gigabytes()}
         return experience
 
-    def name_samples(self, prompts: list[str], sources: list | None, step: int) -> SampleNames:
-        """The tree of samples and images of these prompts. A prompt that comes twice in a step, on
-        this rank or on another, gets other noise the second time."""
-        of_ranks = self.ranks.agree(lambda: request_names(prompts, sources))
-        before = Counter(itertools.chain(*of_ranks[: self.ranks.rank]))
-        seed, requests = self.options.step.seed, of_ranks[self.ranks.rank]
+    def open_batch(self, batch: dict, step: int) -> tuple[dict, SampleNames]:
+        """The one door of a batch: its final form, and the tree of samples and images of its
+        prompts. A prompt that comes twice in a step, on this rank or on another, gets other noise
+        the second time. UserError: see `as_batch`."""
+        opened = []  # not returned by `requests`: `agree` would send the batch to all ranks
+
+        def requests():
+            opened.append(as_batch(batch))
+            return request_names(opened[0]["prompts"], opened[0]["source_images"])
+
+        of_ranks, rank = self.ranks.agree(requests), self.ranks.rank
+        before = Counter(itertools.chain(*of_ranks[:rank]))
         images = self.images_per_sample
-        samples = self.images_per_prompt // images
-        return SampleNames.grow(seed, step, requests, samples, images, before)
+        samples, seed = self.images_per_prompt // images, self.options.step.seed
+        return opened[0], SampleNames.grow(seed, step, of_ranks[rank], samples, images, before)
 
     def sample(
         self,
-        prompts: list[str],  # B
-        sources: list | None,  # B lists of PIL images
-        step: int,
-        names: SampleNames | None = None,  # None: made here
+        batch: dict,  # B prompts
+        names: SampleNames,  # the tree of these prompts; both from `open_batch`
         on_images: Callable | None = None,  # see `generate_with_tracking`
         score: bool = True,  # False: no old log-probs of the tokens
     ) -> Rollout:
         "Sample a group for each prompt, side by side. Kept in `last_rollout`."
         options = self.options
         self.last_rollout = self.model.generate_with_tracking(
-            prompts,
-            sources,
+            batch["prompts"],
+            batch["source_images"],
             height=options.height,
             width=options.width,
-            names=names or self.name_samples(prompts, sources, step),
+            names=names,
             score_batch_size=options.step.micro_batch_size,
             on_images=on_images,
             score=score,

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from ..data.basics import UserError
 from ..data.loader import batches_per_pass, endless_batches
-from ..data.prompts import as_batch
 from ..data.rollout import Policy, Samples
 from ..maths.loss import compute_grpo_loss
 from . import checkpoints
@@ -262,7 +261,7 @@ class MinimalGRPOTrainer(Learner):
             while self.step < self.last_step and not any(self.ranks.gather(self.stop)):
                 with unlearnt_batch_returns(self):
                     # not returned: `agree` would send the batch to all ranks
-                    self.ranks.agree(lambda: taken.append(as_batch(next(batches))))
+                    self.ranks.agree(lambda: taken.append(next(batches)))
                     experience = self.collect(taken.pop(), at_once=True)
                     with uncut():  # Ctrl+C waits until the callbacks are done
                         metrics = self.learn(experience)
@@ -291,8 +290,8 @@ class MinimalGRPOTrainer(Learner):
         source_images: list | None = None,  # B PIL images, or B lists of them, for image to image
     ) -> tuple[Tensor, Tensor, Tensor]:
         "(image_tensors [B*G, 3, H, W], old log-probs [B*G, T], token_ids [B*G, T])"
-        batch = as_batch({"prompts": prompts, "source_images": source_images})
-        rollout = self.collector.sample(batch["prompts"], batch["source_images"], self.step)
+        batch = {"prompts": prompts, "source_images": source_images}
+        rollout = self.collector.sample(*self.collector.open_batch(batch, self.step))
         samples = next(iter(self.policies.values())).samples(rollout, self.images_per_prompt)
         return rollout.image_tensors, samples.old_logprobs, rollout.token_ids
 
