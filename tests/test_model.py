@@ -307,13 +307,13 @@ def test_prompts_that_are_repeated_become_a_tree_at_the_door(monkeypatch):
 
     monkeypatch.setattr(sampler, "prepare_prompts", noted)
     how = SMALL | HOT | {"seed": 1, "score_batch_size": 2}
-    asked = [CAT, DOG, CAT, CAT, DOG, CAT]  # with two images for each token sample
+    asked = [CAT, CAT, DOG, CAT, DOG, CAT]  # with two images for each token sample
     rollout = model.generate_with_tracking(asked, **how)
     names = SampleNames.grow(how.pop("seed"), 0, [CAT, DOG], samples=2, images=2)
     tree = model.generate_with_tracking([CAT, DOG], names=names, **how)
     assert laid_out == [[CAT, DOG]] * 2 and rollout.prompts == asked
     assert tree.prompts == [CAT] * 4 + [DOG] * 4
-    order = [0, 4, 1, 2, 5, 3]
+    order = [0, 1, 4, 2, 5, 3]
     assert torch.equal(rollout.token_ids, tree.token_ids[order])
     assert torch.equal(rollout.initial_latents, tree.initial_latents[order])
     latents, expected = rollout["latents"], tree["latents"][order]
