@@ -133,19 +133,19 @@ METRICS = {
         "objects, ground, place and count are as in the prompt (GenEval in small)",
         "0 or 1",
         "prompts of data/t2i",
-        "rewards.scene_checks:SceneCheck",
+        "rewards.scenes:SceneCheck",
     ),
     "detail": Metric(
         "how cleanly the image is drawn, whatever it shows",
         "0 to 1",
         "images of the little world",
-        "rewards.scene_checks:DetailCheck",
+        "rewards.scenes:DetailCheck",
     ),
     "sign": Metric(
         "share of right characters on the sign",
         "0 to 1",
         "prompts with a word of two characters, as in data/words",
-        "rewards.text:sign_reward",
+        "rewards.scenes:sign_reward",
     ),
     "text": Metric(
         "the text in the image compared with the quoted text: 1 - edit distance",
@@ -163,13 +163,13 @@ METRICS = {
         "the wanted change was made, and the rest was kept",
         "0 to 1",
         "mode i2i with target images",
-        "rewards.scene_checks:edit_reward",
+        "rewards.scenes:edit_reward",
     ),
     "edit_check": Metric(
         "the scene check on an edited image",
         "0 or 1",
         "mode i2i, prompts of data/i2i",
-        "rewards.scene_checks:EditCheck",
+        "rewards.scenes:EditCheck",
     ),
     "mse": Metric(
         "minus the squared distance to the target",

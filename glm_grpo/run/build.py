@@ -17,13 +17,12 @@ from ..data.basics import UserError, bundled, check_path, shown
 from ..data.loader import make_dataloader
 from ..data.prompts import SPLIT_SEED, I2IDataset, T2IDataset
 from ..data.prompts import collate, is_table, split_off
-from ..data.scenes import parse_prompt
 from ..model.adapters import LoraOptions, choose_lora
 from ..model.loading import download_model
 from ..model.wrapper import GLMImageWrapper
 from ..rewards.calling import RewardError, simple_reward_function
 from ..rewards.registry import BRING_WEIGHTS, METRICS, make_metric
-from ..rewards.scene_checks import SceneCheck
+from ..rewards.scenes import SceneCheck, parse_prompt
 from ..rewards.text import apostrophe_texts, quoted_texts
 from ..rewards.weighted import Judging, WeightedReward
 from glm_grpo.run.config import (
