@@ -106,9 +106,10 @@ def endless_batches(
     batches = itertools.chain.from_iterable(itertools.repeat(loader))
     if hasattr(loader, "state_dict"):
         return batches
-    if len(loader) == 0:
+    number = batches_per_pass(loader)
+    if number == 0:
         raise UserError("The train_dataloader has no batches. It needs at least one.")
-    return itertools.islice(batches, start % len(loader), None)
+    return itertools.islice(batches, start % number, None)
 
 
 def batches_per_pass(
@@ -116,7 +117,7 @@ def batches_per_pass(
 ) -> int:
     "The number of batches in one pass over a loader. UserError: it has no length."
     try:
-        return len(loader)
+        return len(loader)  # type: ignore[arg-type]  # raises TypeError where it has none
     except TypeError:
         raise UserError(
             f"the train_dataloader, a {type(loader).__name__}, has no length. Give the number "

@@ -53,7 +53,7 @@ def read_text(
         ) from None
     except OSError as error:
         raise UserError(
-            f"{path}: {error.strerror.lower()}. Name a file with one prompt per line "
+            f"{path}: {str(error.strerror).lower()}. Name a file with one prompt per line "
             "(data.prompts_file); the package has data/t2i/train/prompts.txt and "
             "data/i2i/train/prompts.jsonl."
         ) from None
@@ -329,7 +329,7 @@ def read_rows(
             ".jsonl, .csv or .parquet."
         )
     if texts := _text_files(path):
-        records = [{"prompt": line} for text in texts for line in read_lines(text)]
+        records: list[dict] = [{"prompt": line} for text in texts for line in read_lines(text)]
         if len(records) > len(texts):
             text = next(text for text in texts if len(read_lines(text)) > 1)
             raise UserError(
@@ -524,12 +524,12 @@ class I2IDataset(T2IDataset):
 
     def sizes(self) -> dict[tuple[int, int], int]:
         "Size of the sources as the model gets them, (width, height) -> the first prompt with it."
-        first = {}
+        prompts: dict[tuple[int, int], int] = {}
         for i, paths in enumerate(self.sources):
             for path in paths:
                 size = self.opened[path][0] if self.image_size is None else self.image_size[::-1]
-                first.setdefault(size, i)
-        return first
+                prompts.setdefault(size, i)
+        return prompts
 
     def __getitem__(self, index: int) -> dict:
         source = [self.load(path) for path in self.sources[index]]
@@ -616,7 +616,7 @@ def split_off(
     only on the prompts. With fewer than 10 different prompts, both parts are the whole dataset."""
     keys = dataset.keys()
     seeded = {key: hashlib.sha256(f"{SPLIT_SEED}|held-out|{key}".encode()).digest() for key in keys}
-    order = sorted(seeded, key=seeded.get)
+    order = sorted(seeded, key=lambda key: seeded[key])
     if len(order) < _FEWEST:
         return dataset, dataset
     chosen = order[: min(100, max(2, len(order) // 10))]

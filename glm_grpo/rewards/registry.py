@@ -17,10 +17,12 @@ from collections.abc import Callable
 from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import torch
 
 from ..data.basics import UserError
-from .calling import error_text, settings_kept
+from .calling import error_text
 
 # %% ../../nbs/4_rewards/20_registry.ipynb #rffe4be
 FORM = "write it as file.py:name or package.module:name, for example my_reward.py:redness."
@@ -31,25 +33,25 @@ def named_functions(
     taken: tuple[str, ...] = (),  # names that other rewards have
 ) -> dict[str, str]:  # name -> file.py:name or package.module:name
     "The user's functions by their names. UserError: a wrong form, or a name that is taken."
-    found = {}
+    places: dict[str, str] = {}
     for text in [functions] if isinstance(functions, str) else functions or []:
         place, _, name = text.rpartition(":")
         if not place or not name.isidentifier():
             raise UserError(f"reward.functions {text}: this names no function; {FORM}")
-        if name in taken or name in found:
+        if name in taken or name in places:
             raise UserError(
                 f"reward.functions {text}: there is a reward called {name} already. Rename the "
                 "function."
             )
-        found[name] = text
-    return found
+        places[name] = text
+    return places
 
 # %% ../../nbs/4_rewards/20_registry.ipynb #r750c92
 def _module_name(file: Path) -> str:
     "The file's own name, if a process that the reward starts finds this file by it."
     name, loaded = file.stem, sys.modules.get(file.stem)
-    found = PathFinder.find_spec(name, [*sys.path, str(file.parent)])
-    places = [found and found.origin, getattr(loaded, "__file__", str(file))]
+    spec = PathFinder.find_spec(name, [*sys.path, str(file.parent)])
+    places = [spec and spec.origin, getattr(loaded, "__file__", str(file))]
     return name if places == [str(file)] * 2 else f"reward_file_{name}"
 
 
@@ -63,6 +65,7 @@ def _import(place: str) -> ModuleType:  # file.py or package.module
         if not is_file:
             return importlib.import_module(place)
         spec = importlib.util.spec_from_file_location(name, place)
+        assert spec and spec.loader, "a .py file has both"
         sys.modules[name] = module = importlib.util.module_from_spec(spec)  # dataclasses look there
         spec.loader.exec_module(module)
         return module
@@ -79,7 +82,7 @@ def load_function(
     (attribute,) = named_functions(name)
     place = name.rpartition(":")[0]
     try:
-        with settings_kept(name):
+        with torch.no_grad():  # puts back the mode, which the file may change
             module = _import(place)
             function = getattr(module, attribute, None)
             if inspect.isclass(function):
@@ -90,10 +93,10 @@ def load_function(
         raise UserError(f"reward.functions {name}: cannot be loaded: {error_text(e)}.") from e
     if not callable(function):
         members = vars(module).items()
-        own = [key for key, x in members if getattr(x, "__module__", None) == module.__name__]
+        names = [key for key, x in members if getattr(x, "__module__", None) == module.__name__]
         raise UserError(
             f"reward.functions {name}: {place} has no function {attribute}. There are: "
-            f"{', '.join(own) or 'none'}."
+            f"{', '.join(names) or 'none'}."
         )
     return function
 
@@ -115,7 +118,7 @@ class Brought(NamedTuple):
     functions: dict[str, str] = {}  # name -> file.py:name
     models: dict[str, str] = {}  # metric -> folder or hub id
     remote: dict[str, str] = {}  # name -> URL
-    remote_options: dict[str, float] = {}  # timeout, patience: seconds, of `RemoteReward`
+    remote_options: dict[str, Any] = {}  # timeout, patience: seconds, of `RemoteReward`
 
 
 class Metric(NamedTuple):
@@ -271,8 +274,9 @@ def make_metric(
 
         return RemoteReward(brought.remote[name], **brought.remote_options)
     made = pkgutil.resolve_name(f"glm_grpo.{METRICS[name].place}")
-    if not METRICS[name].has_weights:
-        return made() if inspect.isclass(made) else made
-    if name not in brought.models:
-        raise UserError(f"{name}: set reward.models.{name}=FOLDER (or a hub id).")
-    return made(brought.models[name])
+    if METRICS[name].has_weights:
+        if name not in brought.models:
+            raise UserError(f"{name}: set reward.models.{name}=FOLDER (or a hub id).")
+        return made(brought.models[name])
+    reward: Any = made() if inspect.isclass(made) else made
+    return reward

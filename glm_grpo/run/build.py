@@ -24,7 +24,7 @@ from ..rewards.calling import RewardError, simple_reward_function
 from ..rewards.registry import BRING_WEIGHTS, METRICS, make_metric
 from ..rewards.scenes import SceneCheck, parse_prompt
 from ..rewards.text import apostrophe_texts, quoted_texts
-from ..rewards.weighted import Judging, WeightedReward
+from ..rewards.weighted import PendingRewards, WeightedReward
 from glm_grpo.run.config import (
     Config,
     brought_by_user,
@@ -219,7 +219,7 @@ def check_reward(
         try:
             times = 2 if getattr(one, "whole_groups", False) else 1
             blank = torch.full((times * len(batch["prompts"]), 3, height, width), 0.5)
-            Judging(one, *map(batch.get, names), times).finish(blank)
+            PendingRewards(one, *map(batch.get, names), times).finish(blank)
         except RewardError as e:
             raise UserError(str(e)) from e
 

@@ -23,7 +23,7 @@ from ..data.prompts import as_batch
 from ..data.rollout import Rollout, SampleNames, request_names
 from ..maths.advantages import equal_groups
 from ..rewards.calling import RewardError, reward_name
-from ..rewards.weighted import Judging, Scores, group_means
+from ..rewards.weighted import PendingRewards, Rewards, group_means
 from .experience import Experience, PeakMemory, compare_samples, join_scores
 from .options import TrainerOptions
 from .ranks import Ranks
@@ -108,7 +108,7 @@ class Collector:
         prompts, sources = batch["prompts"], batch["source_images"]
         given = prompts, batch["target_images"], sources, batch["metadata"], self.images_per_prompt
         different = dict.fromkeys(self.rewards.values())
-        judgings = [Judging(reward, *given) for reward in different]
+        judgings = [PendingRewards(reward, *given) for reward in different]
         names = self.name_samples(prompts, sources, step)
         options = self.options.step
         one_update = options.updates_per_rollout == options.mini_batches == 1
@@ -180,7 +180,7 @@ class Collector:
 def count_missing(
     self,
     reward: Callable,
-    scores: Scores,  # of all ranks
+    scores: Rewards,  # of all ranks
 ) -> float:  # images without a score, or without one of a part that scores others of their prompt
     "Says once which they are. RewardError: no image of the step has a score."
     names = scored_parts(reward)
@@ -212,7 +212,7 @@ def count_missing(
 def compare(
     self,
     rollout: Rollout,
-    scores: dict[Callable, Scores],  # reward -> of all ranks
+    scores: dict[Callable, Rewards],  # reward -> of all ranks
 ) -> Experience:
     "An `Experience`: each policy's samples with their advantages."
     samples, of_all, numbers = {}, {}, {}
