@@ -23,7 +23,7 @@ from glm_grpo.rewards.calling import RewardError
 from glm_grpo.rewards.weighted import Rewards, WeightedReward
 from glm_grpo.training.experience import compare_samples
 from glm_grpo.training.options import TrainerOptions
-from glm_grpo.training.toy import ICONS, ToyStudio, icon_images, nearness
+from glm_grpo.toy import ICONS, ToyStudio, icon_images, nearness
 from glm_grpo.training.trainer import MinimalGRPOTrainer
 
 PROMPTS = list(ICONS)[:3]
