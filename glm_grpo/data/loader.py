@@ -78,15 +78,15 @@ class PromptLoader:
     ) -> None:
         """Continue from a state. UserError: the number of prompts, the batch size or the seed
         differs, or it is no such state."""
-        own = self.state_dict()
+        mine = self.state_dict()
         batches = state.get("batches") if isinstance(state, dict) else None
         if type(batches) is not int or batches < 0:
             raise UserError("the checkpoint's place in the data is broken. Use another checkpoint.")
         for key, name in _STATE_NAMES.items():
-            if state.get(key) != own[key]:
+            if state.get(key) != mine[key]:
                 raise UserError(
                     f"the checkpoint was made with {name} {state.get(key)}, this run has "
-                    f"{own[key]}. Use the same to resume, or start a new run."
+                    f"{mine[key]}. Use the same to resume, or start a new run."
                 )
         self.batches = batches
 

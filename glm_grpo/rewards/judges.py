@@ -122,8 +122,9 @@ class TwoTowers(Judge):
     ):
         self.batch_size, self.device = batch_size, pick_device(device)
         self.model = load_frozen(transformers.AutoModel, model, torch.float32, self.device)
-        own = any(Path(model).glob("*processor_config.json"))
-        self.processor = load_processor(model if own else self.processor_of or model, backend="pil")
+        has_processor = any(Path(model).glob("*processor_config.json"))
+        name = model if has_processor else self.processor_of or model
+        self.processor = load_processor(name, backend="pil")
 
     def image_vectors(self, images: Tensor) -> Tensor:
         "[N, 3, H, W] in [0, 1] -> [N, D] float32"
