@@ -303,7 +303,7 @@ def exchange(
             return response.status, "the answer is too long"
         if response.length:
             raise http.client.IncompleteRead(data, response.length)
-    except (OSError, UnicodeError, http.client.HTTPException) as e:  # UnicodeError: a host's name
+    except (OSError, OverflowError, UnicodeError, http.client.HTTPException) as e:
         return error or type(e).__name__, str(e)
     finally:
         connection.close()
@@ -336,12 +336,13 @@ def wait_for_server(
 
 # %% ../../nbs/4_rewards/16_remote.ipynb #n031
 def check_address(url: str) -> None:
-    "UserError: it is no address of a server."
+    "UserError: it is written like no address of a server."
     try:
-        is_known = bool(urlsplit(url).hostname) and urlsplit(url).port != 0
+        is_written_so = re.fullmatch(r"https?://[\w.:\[\]-]+(/[\w.~%/-]*)?", url) is not None
+        is_address = is_written_so and urlsplit(url).hostname and urlsplit(url).port != 0
     except ValueError:  # the port is no number, or no IPv6 address in the brackets
-        is_known = False
-    if not is_known or not re.fullmatch(r"https?://[\w.:\[\]-]+(/[\w.~%/-]*)?", url):
+        is_address = False
+    if not is_address:
         raise UserError(
             "The address of a remote reward is written like http://127.0.0.1:8000 or "
             f"https://scorer.example/path, not {url!r}. "

@@ -208,10 +208,8 @@ class SceneReader:
         self.grounds = torch.tensor(list(GROUNDS.values())) / 255
         sprites = self.drawings.sprites  # (name, hand) -> RGBA, 64 x 64
         self.names = [name for name, hand in sprites]  # S of them
-        pixels = torch.from_numpy(
-            np.stack([np.asarray(sprite) for sprite in sprites.values()])
-        )  # [S, 64, 64, 4]
-        rgba = pixels.permute(0, 3, 1, 2).float() / 255
+        pixels = np.stack([np.asarray(sprite) for sprite in sprites.values()])  # [S, 64, 64, 4]
+        rgba = torch.from_numpy(pixels).permute(0, 3, 1, 2).float() / 255
         pool = SIDE // self.small
         self.alpha = F.avg_pool2d(rgba[:, 3:], pool)  # [S, 1, 16, 16]
         # [S, 3, 16, 16], premultiplied
