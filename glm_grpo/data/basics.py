@@ -140,7 +140,7 @@ def check_path(
 
 # %% ../../nbs/2_data/00_basics.ipynb #ccc16aa
 def check_output_folder(
-    path: str | Path,  # of --output_dir; need not exist
+    path: str | Path,  # the value of --output_dir; need not exist
 ) -> None:
     "UserError: as `check_path`; or a part of the path is a file; or the folder is not writable."
     check_path(path)

@@ -134,7 +134,7 @@ def height_width(
 def fit_image(
     image: Image.Image,
     size: tuple[int, int],  # pixels: (height, width)
-) -> Image.Image:  # of that size
+) -> Image.Image:  # in that size
     "Resize to cover the size (Lanczos), then crop the centre."
     return ImageOps.fit(image, size[::-1], Image.Resampling.LANCZOS)
 

@@ -99,9 +99,9 @@ make_dataloader = PromptLoader  # iterate it for batches; it never ends
 
 # %% ../../nbs/2_data/05_loader.ipynb #n032
 def endless_batches(
-    loader: Iterable,  # of batches; with a `state_dict` it stores its own place
+    loader: Iterable,  # yields batches; with a `state_dict` it stores its own place
     start: int = 0,  # batches that were used already
-) -> Iterator:  # of batches, without end
+) -> Iterator:  # batches, without end
     "Repeat a loader endlessly, from its place. UserError: it is empty."
     batches = itertools.chain.from_iterable(itertools.repeat(loader))
     if hasattr(loader, "state_dict"):
@@ -113,7 +113,7 @@ def endless_batches(
 
 
 def batches_per_pass(
-    loader: Iterable,  # of batches
+    loader: Iterable,  # yields batches
 ) -> int:
     "The number of batches in one pass over a loader. UserError: it has no length."
     try:

@@ -270,7 +270,7 @@ def _read_dataset(path):
             tables = (parquet.ParquetFile(file, **few) for file in files)
             parts = (one.iter_batches(64, columns=needed(one.schema_arrow)) for one in tables)
             batches = itertools.chain.from_iterable(parts)
-        elif not any(path.glob("*.json")):  # of a saved dataset: state.json, dataset_dict.json
+        elif not any(path.glob("*.json")):  # a saved dataset has state.json or dataset_dict.json
             raise ValueError("no Parquet, no saved dataset, no .txt files; name a file in it")
         else:
             stored = datasets.load_from_disk(str(path))
@@ -447,7 +447,7 @@ class T2IDataset:
 
     def load(
         self,
-        path: str | Path | PackedImage,  # of a target or a source
+        path: str | Path | PackedImage,  # a target or a source
     ) -> Image.Image:
         "An image in the size of the dataset. UserError: it is missing or broken."
         image = load_image(path)
@@ -467,7 +467,7 @@ class T2IDataset:
 
     def where(
         self,
-        index: int,  # of an item
+        index: int,  # the item
     ) -> str:  # "prompts.txt, line 3"
         "The file and line of a prompt, for messages."
         return self.places[index]
@@ -478,8 +478,8 @@ class T2IDataset:
 
     def subset(
         self,
-        rows: Sequence[int],  # of the items to keep
-    ) -> "T2IDataset":  # of the same class
+        rows: Sequence[int],  # the items to keep
+    ) -> "T2IDataset":  # or the subclass
         "The same dataset with some of its prompts. Messages still name their lines in the file."
         part = copy.copy(self)
         for name in ("records", "places", "prompts", "targets", "sources"):
@@ -536,7 +536,7 @@ class I2IDataset(T2IDataset):
         return PromptItem(super().__getitem__(index), source=source)
 
 # %% ../../nbs/2_data/04_prompts.ipynb #n039
-BATCH_NAMES = {  # of an item -> of a batch
+BATCH_NAMES = {  # name in an item -> in a batch
     "prompt": "prompts",
     "target": "target_images",
     "metadata": "metadata",
@@ -575,7 +575,7 @@ def as_batch(
             "T2IDataset and I2IDataset make such batches."
         )
     targets, metadata = named.get("target_images"), named.get("metadata")
-    if isinstance(targets, (list, tuple)):  # of PIL images, tensors or None
+    if isinstance(targets, (list, tuple)):  # PIL images, tensors or None
         if not targets or targets[0] is None:
             targets = None
         else:
@@ -609,7 +609,7 @@ _FEWEST = 10  # with fewer different prompts, none is held out
 
 def split_off(
     dataset: T2IDataset,
-) -> tuple[T2IDataset, T2IDataset]:  # to train on, held out
+) -> tuple[T2IDataset, T2IDataset]:  # the training part, the held-out part
     """Hold out a tenth of the different prompts, at least 2 and at most 100. The choice depends
     only on the prompts. With fewer than 10 different prompts, both parts are the whole dataset."""
     keys = dataset.keys()

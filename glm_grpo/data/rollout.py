@@ -36,7 +36,7 @@ def per_row(**kwargs) -> Any:  # for type checkers: a default
 def take_rows(
     record: Any,  # a dataclass
     rows: slice | list[int],
-) -> Any:  # of the same class
+) -> Any:  # a record of the same class
     "A copy whose `per_row` fields hold only these rows. All other fields are shared."
     changes = {}
     for f in dataclasses.fields(record):

@@ -61,7 +61,7 @@ class Found(NamedTuple):
 
 
 def geneval_verdict(
-    metadata: dict,  # of a prompt: tag, include, perhaps exclude
+    metadata: dict,  # a prompt's tag, include, perhaps exclude
     objects: Sequence[Found],  # in its image
     colours_of: Callable[[str, list[Found]], list[str]],  # class, objects -> their colours
     exact: bool = True,  # Flow-GRPO's reading; False: the benchmark's
@@ -200,7 +200,7 @@ class GenEval(Judge):
     def colours_of(
         self,
         image: Tensor,  # [3, H, W] in [0, 1]
-        name: str,  # of the objects' class
+        name: str,  # the objects' class
         group: list[Found],
     ) -> list[str]:  # out of COLOURS
         "The colours of objects, by CLIP."

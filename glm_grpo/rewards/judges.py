@@ -73,7 +73,7 @@ def load_frozen(
 
 def load_processor(
     model: str | Path,  # folder or hub id
-    **options,  # of `from_pretrained`
+    **options,  # keywords of `from_pretrained`
 ):
     "The processor of a model. UserError: there is none, or it needs a package."
     with _told(model):
@@ -232,7 +232,7 @@ class VLMJudge(Judge):
         # {prompt} is replaced; a question without it is the same for every image
         question: str = 'Does this figure show "{prompt}"? Please answer yes or no.',
         device: str | None = None,  # None: CUDA if there is one, else MPS, else the CPU
-        # of the weights; None: bfloat16 on CUDA, else float32
+        # dtype of the weights; None: bfloat16 on CUDA, else float32
         dtype: str | torch.dtype | None = None,
         batch_size: int = 8,  # images at a time
     ):

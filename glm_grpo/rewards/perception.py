@@ -37,7 +37,7 @@ class TargetReward:
     def __call__(
         self,
         images: Tensor,  # [N, 3, H, W] in [0, 1]
-        targets: Tensor,  # of the same shape
+        targets: Tensor,  # the same shape
     ) -> Tensor:  # [N] float32, on the device of the images
         "A reward for each image."
         check_targets(self.name, images, targets)

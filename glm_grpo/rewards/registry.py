@@ -126,7 +126,7 @@ class Metric(NamedTuple):
 
     measures: str
     range: str
-    needs: str  # of the data, of packages, of the user
+    needs: str  # what the data, packages or the user must provide
     place: str  # module:name of the reward, or of its class
     has_weights: bool = False  # the class takes a folder of weights that the user provides
 
@@ -263,9 +263,9 @@ BRING_WEIGHTS = [name for name, metric in METRICS.items() if metric.has_weights]
 
 # %% ../../nbs/4_rewards/20_registry.ipynb #n023
 def make_metric(
-    name: str,  # of METRICS, or of what the user provides
+    name: str,  # a key of METRICS, or a name that the user provides
     brought: Brought,
-) -> Callable:  # for `call_reward`
+) -> Callable:  # see `call_reward`
     "One part of a reward. UserError: a package, a folder or a server is missing."
     if name in brought.functions:
         return load_function(brought.functions[name])

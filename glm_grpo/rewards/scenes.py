@@ -198,7 +198,7 @@ class SceneReader:
     accept = 0.55  # share of a drawing's own energy that it must explain
     near = 0.12  # distance in RGB (0 to sqrt 3) up to which a pixel has a ground's colour
     clean = 0.012  # mean squared error that may remain unexplained
-    rounds = 5  # of the search: four objects at most, and one too many
+    rounds = 5  # steps of the search: four objects at most, and one too many
 
     def __init__(
         self,
@@ -366,7 +366,7 @@ def sign_cells(
     return torch.stack(sign.mean(1).split(32, -1), 1), has_plate(F.avg_pool2d(sign, 4))
 
 # %% ../../nbs/4_rewards/08_scenes.ipynb #xc010
-CHARACTERS = LETTERS + "0123456789"  # of the signs' font
+CHARACTERS = LETTERS + "0123456789"  # what signs may show
 
 
 @functools.cache
@@ -451,7 +451,7 @@ def edit_reward(
         return torch.exp(-((a - b).pow(2).sum(1) / blur**2))
 
     change = ((targets - sources).abs().amax(1) > 0.02).float()  # where the two differ
-    idle = _mean_where(likeness(sources, targets), change)  # of the unchanged source
+    idle = _mean_where(likeness(sources, targets), change)  # what the unchanged source reaches
     reached = _mean_where(likeness(images, targets), change)
     changed = ((reached - idle) / (1 - idle).clamp(min=1e-3)).clamp(0, 1)
     changed = torch.where(change.sum((1, 2)) > 0, changed, 1.0)

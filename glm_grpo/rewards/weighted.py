@@ -60,7 +60,7 @@ def weigh(
 def _serve(jobs):
     "A worker's thread: make each call that comes, until None comes."
     if not torch.accelerator.is_available():
-        torch.set_num_threads(1)  # of this thread and later ones, not of the main thread
+        torch.set_num_threads(1)  # for this thread and later ones, not for the main thread
     for answer, call, device in iter(jobs.get, None):
         if not answer.set_running_or_notify_cancel():
             continue
@@ -126,7 +126,7 @@ class WeightedReward:
     def __init__(
         self,
         parts: dict[str, Callable],
-        # of the parts to use; UserError: not a finite number
+        # part -> weight, for the parts to use; UserError: not a finite number
         weights: dict[str, float],
         time_limit: float | None = None,  # seconds for a call of all parts; None: no limit
     ):
@@ -156,7 +156,7 @@ class WeightedReward:
 
     def wait(
         self,
-        answers: dict[str, Future],  # of `ask`
+        answers: dict[str, Future],  # see `ask`
     ) -> dict[str, Tensor]:  # part -> [N] float32, NaN where it is silent
         """Wait until all have answered, or one has failed. While a part is `waiting`, as for a
         server that restarts, the time does not count.
