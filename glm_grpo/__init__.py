@@ -26,8 +26,8 @@ _HOMES = {
     "make_dataloader": "data.loader",
     "GLMImageWrapper": "model.wrapper",
     "simple_reward_function": "rewards.calling",
-    "edit_reward": "rewards.scene_checks",
-    "sign_reward": "rewards.text",
+    "edit_reward": "rewards.scenes",
+    "sign_reward": "rewards.scenes",
     "MinimalGRPOTrainer": "training.trainer",
 }
 
@@ -43,8 +43,7 @@ if TYPE_CHECKING:  # the same names for editors and type checkers, which run no 
     from .maths.sde import sde_step
     from .model.wrapper import GLMImageWrapper
     from .rewards.calling import simple_reward_function
-    from .rewards.scene_checks import edit_reward
-    from .rewards.text import sign_reward
+    from .rewards.scenes import edit_reward, sign_reward
     from .training.trainer import MinimalGRPOTrainer
 
 

@@ -17,7 +17,7 @@ from glm_grpo.model.loading import check_model_folder
 from glm_grpo.run.train import read_metrics
 from glm_grpo.run.evaluation import PeriodicEvaluation
 from glm_grpo.training.callbacks import JsonlLogger
-from glm_grpo.training.toy import ICONS, ToyPainter, icon_images, nearness
+from glm_grpo.toy import ICONS, ToyPainter, icon_images, nearness
 from glm_grpo.training.trainer import MinimalGRPOTrainer
 
 TINY = ROOT / "data/tiny-glm-image"

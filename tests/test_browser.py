@@ -77,7 +77,7 @@ def wait(browser, condition, what, seconds=60):
 IMPORTS = """
 from ipywidgets import interactive
 from glm_grpo.training.figures import sample_blocks
-from glm_grpo.training.toy import ToyPainter, icon_images, nearness
+from glm_grpo.toy import ToyPainter, icon_images, nearness
 from glm_grpo.training.trainer import MinimalGRPOTrainer
 """
 WIDGETS = [

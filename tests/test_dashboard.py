@@ -13,7 +13,7 @@ from glm_grpo.training.callbacks import Callback, Dashboard, ProgressLines
 from glm_grpo.training.callbacks import callbacks_or_default, experience_html
 from glm_grpo.training.experience import Experience
 from glm_grpo.training.figures import NO_BREAK
-from glm_grpo.training.toy import ICONS, ToyPainter, ToyStudio, icon_images, nearness
+from glm_grpo.toy import ICONS, ToyPainter, ToyStudio, icon_images, nearness
 from glm_grpo.training.trainer import MinimalGRPOTrainer
 
 PROMPTS = list(ICONS)

@@ -84,7 +84,8 @@ def test_imports_go_down_the_floors_and_back_to_earlier_notebooks():
     wrong = {}
     for notebook, name in modules.items():
         floor, number = places[name]
-        assert by_floor.get(name.split(".")[1], "") == floor, f"{notebook} exports to {name}"
+        # a module beside the floors, like plain or toy, may have its notebook on a floor
+        assert by_floor.get(name.split(".")[1], floor) == floor, f"{notebook} exports to {name}"
         path = PACKAGE.parent / (name.replace(".", "/") + ".py")
         if later := come_later((floor, number), imports_of(path), places):
             wrong[module_name(path)] = later

@@ -11,7 +11,7 @@ from glm_grpo.maths.noise import SampleNames
 from glm_grpo.maths.loss import compute_grpo_loss
 from glm_grpo.maths.matching import matching_logprob, nft_terms, stratified_steps
 from glm_grpo.model.wrapper import GLMImageWrapper
-from glm_grpo.rewards.weighted import Scores
+from glm_grpo.rewards.weighted import Rewards
 from glm_grpo.training.experience import compare_samples
 from glm_grpo.training.options import GRPOOptions, TrainerOptions
 from glm_grpo.training.trainer import MinimalGRPOTrainer
@@ -311,7 +311,7 @@ def test_the_slow_copy_is_the_policy_while_its_schedule_is_flat(model):
 
 
 def test_advantages_are_clipped():
-    scores = Scores(torch.tensor([0.0, 0.0, 0.0, 1.0]))
+    scores = Rewards(torch.tensor([0.0, 0.0, 0.0, 1.0]))
     options = TrainerOptions().with_changes(advantage_clip=1.0)
     _, advantages, _ = compare_samples(scores, None, 4, 1, options)
     assert advantages.max() == 1.0 and advantages.min() > -1

@@ -29,22 +29,16 @@ from glm_grpo.rewards.remote import RewardServer, serve
 pytestmark = pytest.mark.usefixtures("at_root")
 
 
-LATER = {  # a statement that runs from the fourth call on (the second step), a part of its message
-    "sys.exit(0)": "raised SystemExit: 0",
-    "torch.set_default_dtype(torch.float64)": "called torch.set_default_dtype",
-}
-
-
-@pytest.mark.parametrize("statement", LATER)
-def test_a_reward_that_goes_wrong_in_the_second_step_is_told(folder, capsys, statement):
-    reward = counting_reward(f"if len(calls) > 3:\n        {statement}", "import sys, torch")
+def test_a_reward_that_goes_wrong_in_the_second_step_is_told(folder, capsys):
+    "From the fourth call on."
+    reward = counting_reward("if len(calls) > 3:\n        sys.exit(0)", "import sys")
     (folder / "green.py").write_text(reward)
     run = folder / "run"
     words = small(folder, "--num_steps", 3, "--training.trackers", "null", "--output_dir", run)
     assert main(*words) == 2
     text = capsys.readouterr().err
     (message,) = [line for line in text.splitlines() if line.startswith("error: ")]
-    assert message.startswith("error: The reward green ") and LATER[statement] in message
+    assert message.startswith("error: The reward green raised SystemExit: 0")
     assert "Traceback" not in text
     assert "1 steps are saved; continue with:" in message and message.endswith("--trust_run_code")
     assert step_of(run / "checkpoints/checkpoint_interrupt") == 1 and steps(run) == [1]

@@ -20,10 +20,10 @@ from glm_grpo.model.latents import decode_latents
 from glm_grpo.model.sampling import sample_tokens
 from glm_grpo.model.wrapper import GLMImageWrapper
 from glm_grpo.rewards.calling import RewardError
-from glm_grpo.rewards.weighted import Scores, WeightedReward
+from glm_grpo.rewards.weighted import Rewards, WeightedReward
 from glm_grpo.training.experience import compare_samples
 from glm_grpo.training.options import TrainerOptions
-from glm_grpo.training.toy import ICONS, ToyStudio, icon_images, nearness
+from glm_grpo.toy import ICONS, ToyStudio, icon_images, nearness
 from glm_grpo.training.trainer import MinimalGRPOTrainer
 
 PROMPTS = list(ICONS)[:3]
@@ -227,7 +227,7 @@ def test_an_option_of_training_acts(name, tmp_path, monkeypatch):
 def test_a_sample_whose_advantage_is_exactly_zero_is_counted_with_its_group():
     rewards = torch.tensor([0.0, 0.5, 1.0, 2.0, 2.0, 2.0])
     options = TrainerOptions().with_changes(equal="drop")
-    _, advantages, counted = compare_samples(Scores(rewards), None, 3, 1, options)
+    _, advantages, counted = compare_samples(Rewards(rewards), None, 3, 1, options)
     assert advantages[1] == 0 and counted.tolist() == [True] * 3 + [False] * 3
 
 

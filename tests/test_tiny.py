@@ -9,7 +9,7 @@ import torch
 from helpers import ROOT
 
 from glm_grpo.data.images import pil_to_tensor
-from glm_grpo.data.scenes import SIDE, Drawings
+from glm_grpo.rewards.scenes import SIDE, Drawings
 from glm_grpo.model.tokens import prepare_prompts
 from glm_grpo.model.wrapper import GLMImageWrapper
 

@@ -19,7 +19,7 @@ from glm_grpo.rewards.weighted import WeightedReward
 from glm_grpo.training.callbacks import Callback, ProgressLines
 from glm_grpo.training.interrupts import NotFinite
 from glm_grpo.training.ranks import Ranks
-from glm_grpo.training.toy import ICONS, ToyPainter, ToyStudio, TokenTable, icon_images, nearness
+from glm_grpo.toy import ICONS, ToyPainter, ToyStudio, TokenTable, icon_images, nearness
 from glm_grpo.training.trainer import MinimalGRPOTrainer
 
 PROMPTS = list(ICONS)

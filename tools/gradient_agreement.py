@@ -18,7 +18,7 @@ from glm_grpo.data.prompts import read_lines
 from glm_grpo.maths.advantages import compute_advantages
 from glm_grpo.maths.noise import SampleNames
 from glm_grpo.model.wrapper import GLMImageWrapper
-from glm_grpo.rewards.scene_checks import DetailCheck
+from glm_grpo.rewards.scenes import DetailCheck
 
 BATCHES, PROMPTS, GROUP = 10, 8, 8
 OUT = "data/halves_runs/agreement.json"

@@ -34,7 +34,7 @@ from transformers.models.glm_image.image_processing_pil_glm_image import GlmImag
 
 from glm_grpo.data.basics import atomic_dir
 from glm_grpo.data.images import pil_to_tensor
-from glm_grpo.data.scenes import GROUNDS, PLACES, SIDE, SIGN, Drawings, Scene
+from glm_grpo.rewards.scenes import GROUNDS, PLACES, SIDE, SIGN, Drawings, Scene
 from glm_grpo.model.latents import Source, latent_statistics, source_cache
 from glm_grpo.model.loading import load_pipeline
 from glm_grpo.model.memory import PUBLISHED, build_part

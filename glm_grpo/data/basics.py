@@ -68,9 +68,9 @@ def atomic_write(
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    text_options = {} if "b" in mode else {"encoding": "utf-8", "newline": "\n"}
+    encoding, newline = (None, None) if "b" in mode else ("utf-8", "\n")
     try:
-        with open(part, mode, **text_options) as file:
+        with open(part, mode, encoding=encoding, newline=newline) as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -107,7 +107,7 @@ def atomic_dir(
 
 # %% ../../nbs/2_data/00_basics.ipynb #ca95b9e
 def bundled(
-    path: str | Path,  # of a file or a folder
+    path: str | Path,  # a file or a folder
 ) -> Path:
     """The path itself. If it begins with data/ and exists in the package, but not in the working
     directory: its path in the package."""
@@ -115,10 +115,10 @@ def bundled(
     if path.parts[:1] != ("data",) or os.path.lexists(path):
         return path
     package = Path(str(importlib.resources.files("glm_grpo")))
-    for data in (package / "_data", package.parent / "data"):  # of a wheel, of a checkout
-        own = data.joinpath(*path.parts[1:])
-        if os.path.lexists(own):
-            return own
+    for data in (package / "_data", package.parent / "data"):  # in a wheel, in a checkout
+        shipped = data.joinpath(*path.parts[1:])
+        if os.path.lexists(shipped):
+            return shipped
     return path
 
 # %% ../../nbs/2_data/00_basics.ipynb #cee857b
@@ -140,15 +140,15 @@ def check_path(
 
 # %% ../../nbs/2_data/00_basics.ipynb #ccc16aa
 def check_output_folder(
-    path: str | Path,  # of --output_dir; need not exist
+    path: str | Path,  # the value of --output_dir; need not exist
 ) -> None:
     "UserError: as `check_path`; or a part of the path is a file; or the folder is not writable."
     check_path(path)
     path = Path(path)
-    there = next(part for part in (path, *path.parents) if part.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+    nearest = next(part for part in (path, *path.parents) if part.exists())
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
         raise UserError(
-            f"--output_dir {path}: {there} is a file, or a folder that is not writable. Give "
+            f"--output_dir {path}: {nearest} is a file, or a folder that is not writable. Give "
             "another folder, or allow writing."
         )
 

@@ -125,10 +125,8 @@ class SampleNames:
         "N: the place of each image's token sample among the S."
         return [place for place, _ in self.images]
 
-    def rows(self, values: list | None) -> list | None:
+    def rows(self, values: list) -> list:
         "Values of the B prompts as values of the N images."
-        if values is None:
-            return None
         return [values[self.samples[place][0]] for place, _ in self.images]
 
     @property

@@ -17,15 +17,14 @@ from ..data.basics import UserError, bundled, check_path, shown
 from ..data.loader import make_dataloader
 from ..data.prompts import SPLIT_SEED, I2IDataset, T2IDataset
 from ..data.prompts import collate, is_table, split_off
-from ..data.scenes import parse_prompt
 from ..model.adapters import LoraOptions, choose_lora
 from ..model.loading import download_model
 from ..model.wrapper import GLMImageWrapper
 from ..rewards.calling import RewardError, simple_reward_function
 from ..rewards.registry import BRING_WEIGHTS, METRICS, make_metric
-from ..rewards.scene_checks import SceneCheck
+from ..rewards.scenes import SceneCheck, parse_prompt
 from ..rewards.text import apostrophe_texts, quoted_texts
-from ..rewards.weighted import Judging, WeightedReward
+from ..rewards.weighted import PendingRewards, WeightedReward
 from glm_grpo.run.config import (
     Config,
     brought_by_user,
@@ -220,7 +219,7 @@ def check_reward(
         try:
             times = 2 if getattr(one, "whole_groups", False) else 1
             blank = torch.full((times * len(batch["prompts"]), 3, height, width), 0.5)
-            Judging(one, *map(batch.get, names), times).finish(blank)
+            PendingRewards(one, *map(batch.get, names), times).finish(blank)
         except RewardError as e:
             raise UserError(str(e)) from e
 

@@ -28,7 +28,7 @@ from ..maths.noise import request_names
 from ..model.tokens import check_prompt_lengths
 from ..rewards.calling import RewardError
 from ..rewards.perception import image_numbers
-from ..rewards.weighted import Judging
+from ..rewards.weighted import PendingRewards
 from glm_grpo.run.alarms import (
     compare_evaluations,
     prompts_label,
@@ -72,8 +72,8 @@ def measure_prompts(
     failed = {}
     images = []
     shape = len(batch["prompts"]), len(seeds)
-    judgings = [Judging(reward, *given, shape[1]) for reward in rewards]
-    others = {name: Judging(one, *given, shape[1], name) for name, one in metrics.items()}
+    judgings = [PendingRewards(reward, *given, shape[1]) for reward in rewards]
+    others = {name: PendingRewards(one, *given, shape[1], name) for name, one in metrics.items()}
     for column, seed in enumerate(seeds):
 
         def on_images(at, sampled, column=column):
@@ -98,13 +98,13 @@ def measure_prompts(
             except UserError as e:  # of a metric that failed with some seed, nothing counts
                 failed[name] = str(e)
         images.append((sampled.clamp(0, 1) * 255).round().byte().cpu())
-    scores = [judging.scores() for judging in judgings]
+    scores = [judging.rewards() for judging in judgings]
     values = {("reward", "reward"): sum(score.rewards for score in scores)}
     for score in scores:
         values |= {("metrics", name): part for name, part in score.parts.items()}
     for name, judging in others.items():
         if name not in failed:
-            values["metrics", name] = judging.scores().rewards
+            values["metrics", name] = judging.rewards().rewards
     tables = {key: value.view(shape) for key, value in values.items()}
     images = torch.stack(images, 1).flatten(0, 1)  # [p * S, 3, H, W]
     statistics, diversity = image_numbers(images, shape[1])

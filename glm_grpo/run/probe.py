@@ -23,7 +23,7 @@ from ..maths.advantages import equal_groups
 from ..maths.noise import SampleNames, named_generator, request_names
 from ..model.tokens import check_prompt_lengths
 from ..model.wrapper import GLMImageWrapper
-from ..rewards.weighted import Judging
+from ..rewards.weighted import PendingRewards
 from .build import check_reward, each_reward, load_model, make_reward, open_data
 from .config import Config, check_config, image_height_width
 from .command_line import Words, parse_args, run_command
@@ -156,7 +156,7 @@ def sample_trees(
             batch.get(name) for name in ("prompts", "target_images", "source_images", "metadata")
         ]
         for policy, one in each_reward(reward).items():
-            scores = Judging(one, *given, len(rollout)).finish(rollout.image_tensors)
+            scores = PendingRewards(one, *given, len(rollout)).finish(rollout.image_tensors)
             parts = scores.parts if len(scores.parts) > 1 else {}  # a sum of one part is that part
             for name, rewards in {"reward": scores.rewards, **parts}.items():
                 key = f"{policy}/{name}" if policy else name

@@ -24,7 +24,7 @@ from ..data.rollout import Rollout
 from ..maths.advantages import equal_groups
 from ..maths.noise import SampleNames, request_names
 from ..rewards.calling import RewardError, reward_name
-from ..rewards.weighted import Judging, Scores, group_means
+from ..rewards.weighted import PendingRewards, Rewards, group_means
 from .experience import Experience, PeakMemory, compare_samples, join_scores
 from .options import TrainerOptions
 from .ranks import Ranks
@@ -102,7 +102,7 @@ class Collector:
         fields = (batch[name] for name in ("prompts", "target_images", "source_images", "metadata"))
         given = *fields, self.images_per_prompt
         different = dict.fromkeys(self.rewards.values())
-        judgings = [Judging(reward, *given) for reward in different]
+        judgings = [PendingRewards(reward, *given) for reward in different]
         options = self.options.step
         one_update = options.updates_per_rollout == options.mini_batches == 1
         # one update computes them itself, once scoring is known to agree with sampling
@@ -177,7 +177,7 @@ class Collector:
 def count_missing(
     self,
     reward: Callable,
-    scores: Scores,  # of all ranks
+    scores: Rewards,  # of all ranks
 ) -> float:  # images without a score, or without one of a part that scores others of their prompt
     "Says once which they are. RewardError: no image of the step has a score."
     names = scored_parts(reward)
@@ -209,7 +209,7 @@ def count_missing(
 def compare(
     self,
     rollout: Rollout,
-    scores: dict[Callable, Scores],  # reward -> of all ranks
+    scores: dict[Callable, Rewards],  # reward -> of all ranks
 ) -> Experience:
     "An `Experience`: each policy's samples with their advantages."
     samples, of_all, numbers = {}, {}, {}

@@ -22,13 +22,13 @@ from ..data.images import tensor_to_pil
 from ..data.rollout import Rollout, Samples
 from ..maths.advantages import compare_rewards, gdpo_advantages
 from ..maths.noise import named_seed
-from ..rewards.weighted import Scores, weigh
+from ..rewards.weighted import Rewards, weigh
 from .options import TrainerOptions
 from .ranks import Ranks
 
 
 def compare_samples(
-    scores: Scores,  # of the images of all ranks
+    scores: Rewards,  # of the images of all ranks
     reward: Callable,  # that computed the scores
     group_size: int,  # samples that are compared
     images_per_sample: int,
@@ -59,13 +59,13 @@ def compare_samples(
 
 # %% ../../nbs/5_training/06_experience.ipynb #n018
 def join_scores(
-    of_ranks: list[Scores],  # of the same reward
-) -> Scores:
+    of_ranks: list[Rewards],  # of the same reward
+) -> Rewards:
     "Concatenate the scores of all ranks."
     parts = {}
     for name in of_ranks[0].parts:
         parts[name] = torch.cat([scores.parts[name] for scores in of_ranks])
-    return Scores(torch.cat([scores.rewards for scores in of_ranks]), parts)
+    return Rewards(torch.cat([scores.rewards for scores in of_ranks]), parts)
 
 # %% ../../nbs/5_training/06_experience.ipynb #n013m
 class PeakMemory:
