@@ -36,7 +36,14 @@ from helpers import (
 )
 
 from glm_grpo.data.basics import list_options
-from glm_grpo.run.command_line import OPTIONS, SHORT, Words, parse_args
+from glm_grpo.run.command_line import (
+    OPTIONS,
+    SHORT,
+    TrainOptions,
+    load_options,
+    parse_args,
+    read_words,
+)
 from glm_grpo.run.config import Config, check_config, to_yaml
 from glm_grpo.run.plan import read_machine
 from glm_grpo.training.optimizer import make_adamw
@@ -133,12 +140,12 @@ def test_help_shows_the_options_to_start_with(capsys):
     text = capsys.readouterr().out
     named = re.findall(r"^  --(\S+)", text, re.MULTILINE)
     assert 10 <= len(named) <= 12 and {*named} <= {*OPTIONS, *SHORT, "config"}
-    assert "--help all" in text and text.count("\n") < 35
+    assert "--help all" in text and text.count("\n") < 42
     examples = re.findall(r"^  python -m glm_grpo.train (.*)$", text, re.MULTILINE)
     for example in examples:
-        words = Words(shlex.split(example))
-        words.take("resume")  # a run that is not there
-        check_config(parse_args(words))
+        typed = read_words(shlex.split(example), TrainOptions)
+        typed.pop("resume", None)  # a run that is not there
+        check_config(load_options(typed))
     assert len(examples) == 3
 
 
