@@ -1,6 +1,7 @@
 """The command line as a process sees it: mistakes, signals, stopping and going on. What one
 notebook can show is tested there."""
 
+import importlib
 import re
 import shlex
 import shutil
@@ -35,6 +36,8 @@ from helpers import (
     write_images,
 )
 
+from glm_grpo.__main__ import PROGRAMS
+from glm_grpo.__main__ import main as list_programs
 from glm_grpo.data.basics import list_options
 from glm_grpo.run.command_line import (
     OPTIONS,
@@ -159,6 +162,27 @@ def test_help_all_describes_every_option(capsys):
             choices = typing.get_args(kind) if typing.get_origin(kind) is typing.Literal else ()
             assert all(choice in option.metadata["help"] for choice in choices), name
     assert all(f"--{short}" in text for short in SHORT)
+
+
+def test_the_package_lists_its_programs_and_each_describes_itself(capsys):
+    "One line for each file that runs; `python -m glm_grpo train` is told how it is written."
+    guard = 'if __name__ == "__main__"'
+    files = [path for path in (ROOT / "glm_grpo").glob("**/*.py") if guard in path.read_text()]
+    names = {path.stem if path.stem != "__main__" else path.parent.name for path in files}
+    assert {*PROGRAMS} == names - {"glm_grpo"}
+    assert list_programs([]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[2] for line in lines[: len(names) - 1]] == [
+        f"glm_grpo.{n}" for n in PROGRAMS
+    ]
+    assert list_programs(["train", "--num_steps", "3"]) == 2
+    assert "write python -m glm_grpo.train" in capsys.readouterr().err
+    for name in PROGRAMS:
+        module = "bench.program" if name == "bench" else name
+        assert importlib.import_module(f"glm_grpo.{module}").main(["--help"]) == 0
+        assert capsys.readouterr().out.startswith(f"usage: python -m glm_grpo.{name} ")
+        assert importlib.import_module(f"glm_grpo.{module}").main(["--outputdir", "x"]) == 2
+        assert "--outputdir: no such option." in capsys.readouterr().err
 
 
 def test_print_config_can_be_read_again(capsys, tmp_path):

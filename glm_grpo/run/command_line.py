@@ -31,7 +31,7 @@ from ..data.basics import UserError, at_least, list_options, option
 from ..data.basics import option_value, problem_with, read_entries, refuse, shown
 from ..rewards.registry import METRICS, function_places, load_function
 from ..rewards.remote import TOKEN, serve
-from .config import GONE, OPTIONS, Config, to_yaml, translate
+from .config import GONE, OPTIONS, Config, TrainingConfig, to_yaml, translate
 from ..training.checkpoints import find_checkpoint, run_folder, step_in
 from ..training.interrupts import STATUSES, steady_output, take_debug, tell_end
 from ..training.interrupts import Interrupts
@@ -341,35 +341,33 @@ def name_file(file: str) -> str:
 
 
 def began_with(
-    saved: Path,  # the config.yaml of a run
+    run: Path,  # its folder
 ) -> str:  # empty: no file
     "That line."
-    lines = saved.read_text(encoding="utf-8").splitlines()
+    lines = (run / "config.yaml").read_text(encoding="utf-8").splitlines()
     return next((line for line in lines if line.startswith(BEGAN_WITH)), "")
 
 
 def rising_rates(
-    was: Config,  # of the run
-    now: Config,
+    was: TrainingConfig,  # of the run
+    now: TrainingConfig,
     step: float,  # that is done
 ) -> Iterator[str]:
     "A sentence, if a run that became longer goes on with a higher learning rate than it ended."
 
-    def share(config, step):
-        linear = config.training.lr_scheduler == "linear"
-        return 1 - linear * min(step / config.training.max_steps, 1)
+    def share(training, step):
+        return 1 - step / training.max_steps if training.lr_scheduler == "linear" else 1.0
 
-    old, new, training = share(was, step - 1), share(now, step), now.training
-    if now.training.lr_scheduler == "constant" or not 0 < old < new:
-        return
-    keep = f"--training.learning_rate {was.training.learning_rate * old:.3g}"
-    if (rate := was.training.dit_learning_rate) is not None:
-        keep += f" --training.dit_learning_rate {rate * old:.3g}"
-    yield (
-        f"the learning rate rises again, from {old:.0%} of its value at step {step} to {new:.0%} "
-        f"at step {step + 1}, because it falls to 0 at step {training.max_steps} now. To keep "
-        f"it: --training.lr_scheduler constant {keep}"
-    )
+    old, new = share(was, step - 1), share(now, step)
+    if now.lr_scheduler == "linear" and 0 < old < new:
+        keep = f"--training.learning_rate {was.learning_rate * old:.3g}"
+        if was.dit_learning_rate is not None:
+            keep += f" --training.dit_learning_rate {was.dit_learning_rate * old:.3g}"
+        yield (
+            f"the learning rate rises again, from {old:.0%} of its value at step {step} to "
+            f"{new:.0%} at step {step + 1}, because it falls to 0 at step {now.max_steps} now. To "
+            f"keep it: --training.lr_scheduler constant {keep}"
+        )
 
 
 def changes_of(
@@ -384,7 +382,7 @@ def changes_of(
         if old != new and name not in ("resume", "dry_run", PLACE):
             yield f"{name}: {json.dumps(old)} in the run, {json.dumps(new)} {origins[name]}"
     if checkpoint:
-        yield from rising_rates(before, config, step_in(checkpoint))
+        yield from rising_rates(before.training, config.training, step_in(checkpoint))
 
 # %% ../../nbs/6_run/04_command_line.ipynb #cl106
 def load_options(
@@ -394,20 +392,19 @@ def load_options(
 ) -> Config:  # not yet checked
     """Command line, file and run to a `Config`. UserError: a file with a wrong option, code or
     servers that only the run names. SystemExit(0) after --print_config."""
-    command, checkpoint = build(TrainOptions, typed), None
-    file, of_run, before = command.config, {}, ""
+    command = build(TrainOptions, typed)
+    file, checkpoint, of_run, before = command.config, None, {}, ""
     in_file, began = (read_options(file, say), name_file(file)) if file else ({}, "")
     named = build(Config, in_file, typed)  # what the user names
     if named.resume:
         checkpoint = find_checkpoint(named.resume, named.training.output_dir)
         run = run_folder(checkpoint)
     if run:
-        saved = run / "config.yaml"
-        of_run, before = read_options(saved, say), began_with(saved)
+        of_run, before = read_options(run / "config.yaml", say), began_with(run)
         of_run[PLACE] = str(run)  # also if it was moved, or the file names another
         in_file.pop(PLACE, None)
-        if before and before.split()[-1:] == began.split()[-1:]:  # the digests
-            in_file, began = {}, before
+        if file and began.split()[-1] in before:  # the digest
+            in_file = {}
             say(
                 f"{file}: the run began with this file, so it changes nothing. Give changes on "
                 "the command line"

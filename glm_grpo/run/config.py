@@ -17,7 +17,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import yaml
 
@@ -280,10 +280,8 @@ class Config:
         "status 2 if the memory is too small",
     )
     # not options; `command_line` sets them
-    origins = cast(
-        dict[str, str] | None, None
-    )  # option -> where it was set; those left out: default; None: not known
-    read_from = cast(str | None, None)  # a line that names the --config file, with its digest
+    origins = None  # type: dict[str, str] | None  # option -> where it was set; else: default
+    read_from = None  # type: str | None  # a line that names the --config file, with its digest
 
 # %% ../../nbs/6_run/01_config.ipynb #n032
 def reward_weights(
