@@ -132,7 +132,6 @@ def read_values(
     values, problems = {}, []
     for name, value, where in entries:
         if options.keys() >= OPTIONS.keys():
-            name = name if name in options else SHORT.get(name, name)
             name, value, note = translate(name, value)
             if note:
                 say(where + note)
@@ -226,6 +225,7 @@ def split_words(
         if word.startswith("--"):
             name, equals, value = word[2:].partition("=")
             name = name if "." in name else name.replace("-", "_")
+            name = name if name in options else SHORT.get(name, name)
             flag = name in options and options[name].type is bool
             words[name] = "true" if flag and not equals else value
             name = "" if equals else name
@@ -411,9 +411,10 @@ def load_options(
             )
     layers = {f"in {run}": of_run, f"in {file}": in_file, "on the command line": typed}
     config = build(Config, *layers.values())
-    config.origins = {
-        split_name(name, OPTIONS)[0]: place for place, values in layers.items() for name in values
-    }
+    config.origins = {}
+    for place, values in layers.items():
+        names = (split_name(name, OPTIONS)[0] for name in values)
+        config.origins |= {name: place for name in names if name}
     config.read_from = began or before or None
     config.resume = str(checkpoint) if checkpoint else None
     if run:
