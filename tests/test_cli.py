@@ -180,7 +180,8 @@ def test_the_package_lists_its_programs_and_each_describes_itself(capsys):
     for name in PROGRAMS:
         module = "bench.program" if name == "bench" else name
         assert importlib.import_module(f"glm_grpo.{module}").main(["--help"]) == 0
-        assert capsys.readouterr().out.startswith(f"usage: python -m glm_grpo.{name} ")
+        text = capsys.readouterr().out
+        assert text.startswith(f"usage: python -m glm_grpo.{name} ") and "(default: " in text
         assert importlib.import_module(f"glm_grpo.{module}").main(["--outputdir", "x"]) == 2
         assert "--outputdir: no such option." in capsys.readouterr().err
 

@@ -6,7 +6,8 @@
 __all__ = ['SHORT', 'T', 'NOTES', 'PLACE', 'BEGAN_WITH', 'split_name', 'refuse_name', 'read_value', 'build', 'print_note',
            'read_values', 'read_options', 'entry_of', 'metrics_help', 'help_text', 'split_words', 'read_words',
            'TrainOptions', 'code_of', 'words_to_go_on', 'check_trust', 'name_file', 'began_with', 'rising_rates',
-           'changes_of', 'load_options', 'parse_args', 'run_command', 'ServeOptions', 'serve_command', 'serve_main']
+           'changes_of', 'stack', 'load_options', 'parse_args', 'run_command', 'ServeOptions', 'serve_command',
+           'serve_main']
 
 # %% ../../nbs/6_run/04_command_line.ipynb #c89e3e23f
 import difflib
@@ -179,7 +180,10 @@ zero unless reward.grpo.beta is above 0.
 
 def entry_of(head: str, text: str) -> str:
     "A name, and beside it what it means."
-    return textwrap.fill(text, 98, initial_indent=f"  {head:24} ", subsequent_indent=" " * 27)
+    lines = textwrap.wrap(
+        f"{head:24} {text}", 96, break_on_hyphens=False, subsequent_indent=" " * 25
+    )
+    return textwrap.indent("\n".join(lines), "  ")
 
 
 def metrics_help() -> str:
@@ -385,6 +389,18 @@ def changes_of(
         yield from rising_rates(before.training, config.training, step_in(checkpoint))
 
 # %% ../../nbs/6_run/04_command_line.ipynb #cl106
+def stack(
+    layers: dict[str, dict[str, Any]],  # where options stand -> options; later ones win
+) -> Config:
+    "Layers over the defaults; `origins` tells where each option was set."
+    config = build(Config, *layers.values())
+    config.origins = {}
+    for place, values in layers.items():
+        names = (split_name(name, OPTIONS)[0] for name in values)
+        config.origins |= {name: place for name in names if name}
+    return config
+
+
 def load_options(
     typed: dict[str, Any],  # option -> value, of the command line
     run: Path | None = None,  # folder of a run whose options count; --resume names another
@@ -410,11 +426,7 @@ def load_options(
                 "the command line"
             )
     layers = {f"in {run}": of_run, f"in {file}": in_file, "on the command line": typed}
-    config = build(Config, *layers.values())
-    config.origins = {}
-    for place, values in layers.items():
-        names = (split_name(name, OPTIONS)[0] for name in values)
-        config.origins |= {name: place for name in names if name}
+    config = stack(layers)
     config.read_from = began or before or None
     config.resume = str(checkpoint) if checkpoint else None
     if run:

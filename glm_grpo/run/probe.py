@@ -223,9 +223,10 @@ class ProbeOptions(TrainOptions):
 def probe_command(argv: list[str]) -> int:
     "The program. UserError for what the user can fix."
     typed = read_words(argv, ProbeOptions)
-    own = build(ProbeOptions, typed)
-    options = {name: getattr(own, name) for name in ("num_prompts", "previews", "grids", "images")}
-    file = Path(own.output_dir) / "probe.json"
+    probe = build(ProbeOptions, typed)
+    sizes = ("num_prompts", "previews", "grids", "images")
+    options = {name: getattr(probe, name) for name in sizes}
+    file = Path(probe.output_dir) / "probe.json"
     check_output_folder(file.parent)
     config = load_options(typed)
     check_config(config, trains=False)
