@@ -1,6 +1,7 @@
 """The command line as a process sees it: mistakes, signals, stopping and going on. What one
 notebook can show is tested there."""
 
+import importlib
 import re
 import shlex
 import shutil
@@ -35,8 +36,17 @@ from helpers import (
     write_images,
 )
 
+from glm_grpo.__main__ import PROGRAMS
+from glm_grpo.__main__ import main as list_programs
 from glm_grpo.data.basics import list_options
-from glm_grpo.run.command_line import OPTIONS, SHORT, Words, parse_args
+from glm_grpo.run.command_line import (
+    OPTIONS,
+    SHORT,
+    TrainOptions,
+    load_options,
+    parse_args,
+    read_words,
+)
 from glm_grpo.run.config import Config, check_config, to_yaml
 from glm_grpo.run.plan import read_machine
 from glm_grpo.training.optimizer import make_adamw
@@ -133,12 +143,12 @@ def test_help_shows_the_options_to_start_with(capsys):
     text = capsys.readouterr().out
     named = re.findall(r"^  --(\S+)", text, re.MULTILINE)
     assert 10 <= len(named) <= 12 and {*named} <= {*OPTIONS, *SHORT, "config"}
-    assert "--help all" in text and text.count("\n") < 35
+    assert "--help all" in text and text.count("\n") < 42
     examples = re.findall(r"^  python -m glm_grpo.train (.*)$", text, re.MULTILINE)
     for example in examples:
-        words = Words(shlex.split(example))
-        words.take("resume")  # a run that is not there
-        check_config(parse_args(words))
+        typed = read_words(shlex.split(example), TrainOptions)
+        typed.pop("resume", None)  # a run that is not there
+        check_config(load_options(typed))
     assert len(examples) == 3
 
 
@@ -152,6 +162,28 @@ def test_help_all_describes_every_option(capsys):
             choices = typing.get_args(kind) if typing.get_origin(kind) is typing.Literal else ()
             assert all(choice in option.metadata["help"] for choice in choices), name
     assert all(f"--{short}" in text for short in SHORT)
+
+
+def test_the_package_lists_its_programs_and_each_describes_itself(capsys):
+    "One line for each file that runs; `python -m glm_grpo train` is told how it is written."
+    guard = 'if __name__ == "__main__"'
+    files = [path for path in (ROOT / "glm_grpo").glob("**/*.py") if guard in path.read_text()]
+    names = {path.stem if path.stem != "__main__" else path.parent.name for path in files}
+    assert {*PROGRAMS} == names - {"glm_grpo"}
+    assert list_programs([]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[2] for line in lines[: len(names) - 1]] == [
+        f"glm_grpo.{n}" for n in PROGRAMS
+    ]
+    assert list_programs(["train", "--num_steps", "3"]) == 2
+    assert "write python -m glm_grpo.train" in capsys.readouterr().err
+    for name in PROGRAMS:
+        module = "bench.program" if name == "bench" else name
+        assert importlib.import_module(f"glm_grpo.{module}").main(["--help"]) == 0
+        text = capsys.readouterr().out
+        assert text.startswith(f"usage: python -m glm_grpo.{name} ") and "(default: " in text
+        assert importlib.import_module(f"glm_grpo.{module}").main(["--outputdir", "x"]) == 2
+        assert "--outputdir: no such option." in capsys.readouterr().err
 
 
 def test_print_config_can_be_read_again(capsys, tmp_path):

@@ -141,13 +141,17 @@ def test_packages_that_options_need(line, package, monkeypatch):
 
 
 WORDS = {  # words -> a part of the message
+    "--training.max_step 1": "Did you mean training.max_steps?",
+    "--num_stepz 1": "--num_stepz: no such option. Did you mean num_steps?",
     "--training.learningrate 1": "Did you mean training.learning_rate?",
     "--learning_rate 1": "Did you mean training.learning_rate?",
     "--seeed 1": "--seeed: no such option. Did you mean training.seed?",
     "--data.image_size big": "--data.image_size big: ",
     "--model.component vit": "dit",
     "--training.max_steps 2.5": "--training.max_steps 2.5: ",
-    "--output_dir ''": "--output_dir: a value is missing",
+    "--output_dir ''": "--training.output_dir '': is empty. Give a value",
+    "--seed --mode i2i": "--training.seed '': is empty. Give a value",
+    "--trust_run_code maybe": "--trust_run_code maybe: this is not of type bool",
     "--num_steps 3 stray": "'stray' belongs to no option",
     "--xyzzy 3": "--xyzzy: no such option. --help all lists them",
     "--reward.metrics {scene:\\ good}": "--reward.metrics ",

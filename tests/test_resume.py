@@ -180,7 +180,7 @@ def test_the_averages_of_a_checkpoint_are_measured_with_the_options_of_the_run(c
     assert found[0]["after"]["rewards"] == found[1]["after"]["rewards"]
     assert "green" in found[1]["after"]["metrics"]
     alone = shutil.copytree(ema.parent, copied.parent / "alone")
-    assert evaluate_main("--checkpoint", alone / "ema", "--data.image_size", 100) == 2
+    assert evaluate_main("--checkpoint", alone / "ema", "--model.torch_dtype", "float16") == 2
     assert "in no run's folder" in capsys.readouterr().out
 
 

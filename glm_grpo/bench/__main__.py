@@ -1,8 +1,7 @@
 """`python -m glm_grpo.bench`: see `glm_grpo.bench.program`."""
 
 from glm_grpo.bench.program import main
-from glm_grpo.run.command_line import run_command
 from glm_grpo.training.interrupts import leave
 
 if __name__ == "__main__":
-    leave(run_command(main))
+    leave(main())

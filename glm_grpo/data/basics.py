@@ -213,13 +213,13 @@ def list_options(
     prefix: str = "",
 ) -> dict[str, Field]:  # name with its sections, like reward.grpo.group_size -> field
     "All options below a dataclass, in order. A field has type, default and metadata['help']."
-    found = {}
+    options: dict[str, Field] = {}
     for f in dataclasses.fields(cls):
-        if dataclasses.is_dataclass(f.type):
-            found |= list_options(f.type, f"{prefix}{f.name}.")
+        if isinstance(f.type, type) and dataclasses.is_dataclass(f.type):
+            options |= list_options(f.type, f"{prefix}{f.name}.")
         else:
-            found[prefix + f.name] = f
-    return found
+            options[prefix + f.name] = f
+    return options
 
 
 def option_value(
@@ -255,23 +255,20 @@ def check_options(
 # %% ../../nbs/2_data/00_basics.ipynb #cf2ed6d9d
 def read_entries(
     file: str | Path,
-    whole: Collection[str],  # options whose value may be a mapping, like reward.metrics
-) -> tuple[list[tuple[str, Any, str]], list[str]]:
-    # in order: full name, value, and its place, like "run.yaml, line 3: "; problems
-    "The options in a YAML file, and problems. UserError: it is not a readable YAML mapping."
-    entries, problems, names = [], [], set()
+    options: Collection[str],  # full names; the value of such a name may be a mapping
+) -> list[tuple[str, Any, str]]:  # full name, value, and its place, like "run.yaml, line 3: "
+    "The options in a YAML file, in order. UserError: it is not a readable YAML mapping."
+    entries = []
 
     def walk(section, prefix=""):
         for key, node in section.value:
             name, where = f"{prefix}{key.value}", f"{file}, line {key.start_mark.line + 1}: "
-            if name in names:
-                problems.append(f"{where}{name} is there twice. Keep one.")
-                continue
-            names.add(name)
-            if isinstance(node, yaml.MappingNode) and name not in whole:
+            if isinstance(node, yaml.MappingNode) and name not in options:
                 walk(node, f"{name}.")
-            else:
-                entries.append((name, loader.construct_object(node, deep=True), where))
+                continue
+            value = loader.construct_object(node, deep=True)
+            if value is not None or not any(one.startswith(f"{name}.") for one in options):
+                entries.append((name, value, where))  # else an empty section
 
     example = "Write sections and options, like 'training: {max_steps: 10}'; configs/ has examples."
     try:
@@ -286,6 +283,6 @@ def read_entries(
         at = f", line {mark.line + 1}" if mark else ""
         reason = getattr(e, "problem", None) or str(e).splitlines()[0]
         raise UserError(f"{file}{at}: cannot be read as YAML ({reason}). {example}") from None
-    if not names:
+    if not isinstance(top, yaml.MappingNode):
         raise UserError(f"{file}: no options in it. {example}")
-    return entries, problems
+    return entries

@@ -54,8 +54,8 @@ class ModelConfig:
     )
     component: Literal["ar", "dit", "both"] = option(
         "ar",
-        "which policy trains. ar: the model that samples the image tokens; dit: the model that "
-        "denoises them to an image; both: the two together",
+        "which policy trains: ar, the model that samples the image tokens; dit, the model that "
+        "denoises them to an image; or both",
     )
     torch_dtype: Literal["float32", "bfloat16", "float16"] | None = option(
         "float32",
@@ -280,8 +280,8 @@ class Config:
         "status 2 if the memory is too small",
     )
     # not options; `command_line` sets them
-    origins = None  # option -> where it was set; those left out: default; None: not known
-    read_from = None  # a line that names the --config file, with its digest
+    origins = None  # type: dict[str, str] | None  # option -> where it was set; else: default
+    read_from = None  # type: str | None  # a line that names the --config file, with its digest
 
 # %% ../../nbs/6_run/01_config.ipynb #n032
 def reward_weights(
