@@ -3,11 +3,13 @@
 import shlex
 
 import pytest
-from helpers import pretend_installed
+from helpers import ROOT, pretend_installed
 
-from glm_grpo.data.basics import check_options, list_options, option_value, refusal
+from glm_grpo.data.basics import check_options, list_options, refusal
+from glm_grpo.model.adapters import LoraOptions
 from glm_grpo.run.command_line import parse_args
 from glm_grpo.run.config import Config, check_config
+from glm_grpo.training.options import TrainerOptions, with_options
 
 VALUES = {  # option -> values that are taken, values that are refused
     "model.lora_rank": ((1, 4096), (0, 4097)),
@@ -36,10 +38,28 @@ def of_type(*types):
 
 
 def with_value(name, value):
-    config = Config()
-    section, _, last = name.rpartition(".")
-    setattr(option_value(config, section), last, value)
-    return config
+    return with_options(Config(), {name: value})
+
+
+FROZEN = ROOT / "tests/options.txt"
+
+
+def options_now():
+    "A line for each option of a run, a trainer and its adapters: name, type, default."
+    for cls in (Config, TrainerOptions, LoraOptions):
+        yield f"[{cls.__name__}]"
+        for name, declared in list_options(cls).items():
+            kind = declared.type.__name__ if isinstance(declared.type, type) else declared.type
+            yield f"{name}: {kind} = {declared.default!r}".replace("typing.", "")
+
+
+def test_options_are_those_of_the_list():
+    "A new option, another default or another type is a decision, which the list records."
+    now = "".join(f"{line}\n" for line in options_now())
+    assert now == FROZEN.read_text(encoding="utf-8"), (
+        "The options differ from tests/options.txt. If that is meant, update the list with "
+        "`python tests/test_config.py`, commit it, and say in the CHANGELOG what changes for users."
+    )
 
 
 @pytest.mark.parametrize("name", VALUES)
@@ -160,3 +180,7 @@ WORDS = {  # words -> a part of the message
 def test_words_that_mean_nothing(line, part):
     said = refusal(parse_args, shlex.split(line))
     assert part in said and "\n" not in said
+
+
+if __name__ == "__main__":
+    FROZEN.write_text("".join(f"{line}\n" for line in options_now()), encoding="utf-8")

@@ -16,15 +16,13 @@ import shutil
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import fields, is_dataclass
 from pathlib import Path
 from pickle import UnpicklingError
 
 import torch
 from torch import Tensor
 
-from ..data.basics import UserError
-from ..data.basics import atomic_dir
+from ..data.basics import UserError, atomic_dir, list_options, option_value
 from .optimizer import PolicyOptimizer
 from .options import TrainerOptions
 
@@ -43,13 +41,8 @@ def differences(
 # %% ../../nbs/5_training/12_checkpoints.ipynb #n014
 def make_note(trainer: "MinimalGRPOTrainer") -> dict:  # noqa: F821
     "trainer.json: the model that wrote a checkpoint, its step, options and place in the data."
-    options = {}
-    for f in fields(TrainerOptions):
-        value = getattr(trainer.options, f.name)
-        if is_dataclass(f.type):  # a section; the object may have other options as well
-            options |= {inner.name: getattr(value, inner.name) for inner in fields(f.type)}
-        else:
-            options[f.name] = value
+    names = {name.rpartition(".")[2]: name for name in list_options(TrainerOptions)}
+    options = {name: option_value(trainer.options, full) for name, full in names.items()}
     del options["max_bad_steps"]  # it changes no weight
     model, trains = trainer.model, "all weights"
     if (lora := getattr(model, "lora", None)) is not None:
