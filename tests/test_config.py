@@ -1,12 +1,15 @@
 "Options that cannot work, each with its message; bounds of options."
 
+import ast
+import copy
 import shlex
 
 import pytest
-from helpers import ROOT, pretend_installed
+from helpers import ROOT, main, pretend_installed, small
 
 from glm_grpo.data.basics import check_options, list_options, refusal
 from glm_grpo.model.adapters import LoraOptions
+from glm_grpo.run.build import resolve
 from glm_grpo.run.command_line import parse_args
 from glm_grpo.run.config import Config, check_config
 from glm_grpo.training.options import TrainerOptions, with_options
@@ -29,6 +32,45 @@ VALUES = {  # option -> values that are taken, values that are refused
     "data.image_size": ((64, [64, 96]), (100, [128, 1, 2], [32, -64], 8192)),
 }
 OPTIONS = list_options(Config)
+
+
+def assignments(path):
+    "What a module assigns to the options of a section, also under the names that code gives it."
+    names = {name.rpartition(".")[2] for name in OPTIONS}
+    sections = {"data", "training", "rollout", "grpo"}
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        called = isinstance(node, ast.Call) and getattr(node.func, "id", "") == "setattr"
+        written = isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+        if called or (written and node.attr in names):
+            words = ast.unparse(node).split(".")[:-1]
+            if not (called or {"config", "options"} & {*words} or words[-1] in sections):
+                continue
+            yield f"{path.relative_to(ROOT)}: {ast.unparse(node)}"
+
+
+def test_nothing_writes_into_options():
+    "What config.yaml says is what every part of a run saw. A copy: `with_options`."
+    lines = [line for path in (ROOT / "glm_grpo").rglob("*.py") for line in assignments(path)]
+    # the copy, the parser, the benchmark's own options, and what is none: a method, columns
+    allowed = "training/options.py", "run/command_line.py", "bench/program.py"
+    allowed += "data/basics.py", "data/prompts.py"
+    assert [line for line in lines if not any(file in line for file in allowed)] == []
+
+
+def test_a_run_trains_with_the_options_that_it_resolved(folder, at_root, monkeypatch):
+    "Not even its callbacks and its evaluation change them."
+    resolved = []
+
+    def noted(config):
+        before, resolved[:] = copy.deepcopy(config), [resolve(config)]
+        assert config == before
+        resolved.append(copy.deepcopy(resolved[0]))
+        return resolved[0]
+
+    monkeypatch.setattr("glm_grpo.run.train.resolve", noted)
+    assert main(*small(folder, "--num_steps", 1, "--training.eval_samples", 1)) == 0
+    config, before = resolved
+    assert config == before and config.training.output_dir is None
 
 
 def of_type(*types):

@@ -45,7 +45,6 @@ def declared_in(cls: type, name: str, *default: Any) -> Any:
     declared = list_options(cls)[name]
     return option(*default or (declared.default,), **declared.metadata)
 
-
 # %% ../../nbs/6_run/01_config.ipynb #n006
 @dataclass
 class ModelConfig:
@@ -270,7 +269,7 @@ class Config:
     dry_run: bool = option(
         False,
         "check files, model, rewards and options, print what the run would do and roughly how "
-        "much memory and time it would take, and stop; nothing is trained or written. Exit "
+        "much memory it would take, and stop; nothing is trained or written. Exit "
         "status 2 if the memory is too small",
     )
     # not options; `command_line` sets them

@@ -44,6 +44,7 @@ from glm_grpo.run.build import (
     open_data,
     other_metrics,
     part_weights,
+    resolve,
 )
 from .config import Config, check_config, image_height_width
 from .command_line import Words, metrics_help, parse_args, print_note, run_command
@@ -52,6 +53,7 @@ from ..training.callbacks import Callback
 from ..training.checkpoints import find_checkpoint, read_note, run_folder, whole_checkpoint
 from ..training.figures import save_figure
 from ..training.interrupts import STATUSES, remedy
+from ..training.options import with_options
 from ..training.ranks import Ranks, unused_settings
 
 NOTHING_TO_SCORE = "Nothing to score in these prompts."
@@ -469,9 +471,13 @@ def evaluate_command(argv: list[str]) -> int:
             "overwritten. Give another folder, or leave it out."
         )
     config = parse_args(words, run=run)
-    config.model.name = name or config.model.name
+    changes = {
+        "model.name": name or config.model.name,
+        "training.eval_samples": config.training.eval_samples or 4,
+    }
+    config = with_options(config, changes)
     check_config(config, trains=False)
-    config.training.eval_samples = config.training.eval_samples or 4
+    config = resolve(config)
     for line in unused_settings():
         print_note(line)
     with Ranks.start(config.model.device) as ranks:

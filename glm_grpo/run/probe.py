@@ -25,12 +25,20 @@ from ..maths.noise import named_generator
 from ..model.tokens import check_prompt_lengths
 from ..model.wrapper import GLMImageWrapper
 from ..rewards.weighted import Judging
-from .build import check_reward, each_reward, load_model, make_reward, open_data
+from glm_grpo.run.build import (
+    check_reward,
+    each_reward,
+    load_model,
+    make_reward,
+    open_data,
+    resolve,
+)
 from .config import Config, check_config, image_height_width
 from .command_line import Words, parse_args, run_command
 from .evaluation import without_nan
 from ..training.figures import ShownFigure, save_figure
 from ..training.interrupts import STATUSES
+from ..training.options import with_options
 
 LEVELS = ("prompts", "previews", "large grids", "images")
 
@@ -222,7 +230,7 @@ def probe_command(argv: list[str]) -> int:
     check_output_folder(file.parent)
     config = parse_args(words)
     check_config(config, trains=False)
-    config.model.component = "both"
+    config = resolve(with_options(config, {"model.component": "both"}))
     if config.training.mode == "i2i":
         options["grids"] *= options["previews"]
         options["previews"] = 1

@@ -35,6 +35,7 @@ from glm_grpo.run.build import (
     open_data,
     other_metrics,
     part_weights,
+    resolve,
 )
 from .command_line import parse_args, run_command, words_to_go_on
 from .config import Config, check_config, image_height_width, to_yaml
@@ -50,6 +51,7 @@ from ..training.callbacks import CheckpointCallback
 from ..training.checkpoints import newer_than, read_note, rescue_steps
 from ..training.figures import save_figure, step_curves
 from ..training.interrupts import Interrupts, Stopped, remedy
+from ..training.options import with_options
 from ..training.ranks import Ranks, end_alone, unused_settings
 
 # %% ../../nbs/6_run/19_train.ipynb #n006
@@ -107,7 +109,7 @@ class Run:
         # the first rank takes the folder for all ranks; only it writes
         self.out = ranks.agree(lambda: ranks.first and self.take_folder())[0]
         self.interrupted = self.out / "checkpoints" / "checkpoint_interrupt"
-        training.output_dir = str(self.out)
+        self.config = config = with_options(config, {"training.output_dir": str(self.out)})
         self.others = other_metrics(config, self.reward) if training.eval_samples else ({}, {})
         self.watch = PeriodicEvaluation(
             self.out / "eval_history.jsonl",
@@ -434,6 +436,7 @@ def train(config: Config) -> int:  # one of `STATUSES`
     with Ranks.start(config.model.device) as ranks:
         folder = config.training.output_dir
         ranks.agree(lambda: ranks.first and check_folder(folder, config.resume))
+        config = resolve(config)
         run = Run(config, ranks)
         with run.interrupts, run.held:
             run.prepare()
