@@ -22,7 +22,7 @@ from ..data.scenes import parse_prompt
 from ..model.adapters import LoraOptions, choose_lora
 from ..model.loading import download_model
 from ..model.wrapper import GLMImageWrapper
-from ..rewards.calling import RewardError, simple_reward_function
+from ..rewards.calling import RewardError, reward_name, simple_reward_function
 from ..rewards.registry import BRING_WEIGHTS, METRICS, make_metric
 from ..rewards.scene_checks import SceneCheck
 from ..rewards.text import apostrophe_texts, quoted_texts
@@ -197,8 +197,8 @@ def check_prompts_fit(reward: Callable, dataset: T2IDataset) -> None:
                 parse_prompt(prompt, scene.drawings.objects)
             if text and not quoted_texts(prompt):
                 raise UserError(
-                    f"no text in quotes in {prompt!r}, so the reward {reward.name} has nothing to "
-                    "score. Remove such prompts, or add a part that can score them."
+                    f"no text in quotes in {prompt!r}, so the reward {reward_name(reward)} has "
+                    "nothing to score. Remove such prompts, or add a part that can score them."
                 )
         except UserError as e:
             raise UserError(f"{dataset.where(i)}: {e}") from None
