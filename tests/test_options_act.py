@@ -137,6 +137,17 @@ def test_each_option_has_a_row():
     assert names == set(TOY) | set(REAL) | elsewhere
 
 
+def test_options_and_single_values_are_not_mixed():
+    "It would be open which one counts."
+    for single in ({"group_size": 16}, {"beta": 0.1}, {"micro_batch_size": None}):
+        with pytest.raises(UserError, match=f"together with {next(iter(single))}"):
+            MinimalGRPOTrainer(
+                ToyStudio(PROMPTS), [BATCH], nearness, options=TrainerOptions(), **single
+            )
+    trainer = MinimalGRPOTrainer(ToyStudio(PROMPTS), [BATCH], nearness, options=TrainerOptions())
+    assert trainer.group_size == TrainerOptions().grpo.group_size
+
+
 def toy_run(folder, steps=1, reward=lambda: nearness, scores=1.0, **options):
     "What a training of the toy studio leaves. scores: a factor of the log-probs in the update."
     base = {"group_size": 4, "learning_rate": 0.3, "dit_learning_rate": 1e-4}

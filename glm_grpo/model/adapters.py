@@ -28,15 +28,23 @@ from .loading import quiet, shard_like
 class LoraOptions:
     "Size and place of the adapters."
 
-    rank: int = option(16, "r, the inner size of an adapter", at_least(1))
-    alpha: float = option(32.0, "the adapter's output is scaled by alpha / rank", above(0))
+    rank: int = option(
+        16,
+        "rank of the adapters; a larger rank can learn more and needs more memory",
+        at_least(1, 4096),
+    )
+    alpha: float = option(
+        32.0,
+        "scale of the adapters: their output is multiplied by lora_alpha / lora_rank",
+        above(0, 10_000),
+    )
     target_modules: tuple[str, ...] = option(
         ("q_proj", "k_proj", "v_proj", "o_proj", "gate_up_proj", "down_proj"),
-        "names of the linear layers of the language model that get an adapter",
+        "layers of the language model that get an adapter; null: attention and feed-forward",
     )
     dit_target_modules: tuple[str, ...] = option(
         ("to_q", "to_k", "to_v", "to_out.0", "ff.net.0.proj", "ff.net.2"),
-        "names of the linear layers of the DiT that get an adapter",
+        "layers of the DiT that get an adapter; null: attention and feed-forward",
     )
 
 # %% ../../nbs/3_model/13_adapters.ipynb #n011

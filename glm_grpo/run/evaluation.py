@@ -44,6 +44,7 @@ from glm_grpo.run.build import (
     open_data,
     other_metrics,
     part_weights,
+    resolve,
 )
 from .config import Config, check_config, image_height_width
 from .command_line import TrainOptions, build, load_options, print_note
@@ -53,6 +54,7 @@ from ..training.callbacks import Callback
 from ..training.checkpoints import find_checkpoint, read_note, run_folder, whole_checkpoint
 from ..training.figures import save_figure
 from ..training.interrupts import remedy
+from ..training.options import with_options
 from ..training.ranks import Ranks, unused_settings
 
 NOTHING_TO_SCORE = "Nothing to score in these prompts."
@@ -71,7 +73,7 @@ def measure_prompts(
     uint8, of at most SHOWN pixels; and metric -> UserError, where there was one."""
     given = [batch.get(name) for name in ("prompts", "target_images", "source_images", "metadata")]
     failed = {}
-    images = []
+    columns = []
     shape = len(batch["prompts"]), len(seeds)
     judgings = [PendingRewards(reward, *given, shape[1]) for reward in rewards]
     others = {name: PendingRewards(one, *given, shape[1], name) for name, one in metrics.items()}
@@ -98,16 +100,16 @@ def measure_prompts(
                 judging.rest(rows, sampled)
             except UserError as e:  # of a metric that failed with some seed, nothing counts
                 failed[name] = str(e)
-        images.append((sampled.clamp(0, 1) * 255).round().byte().cpu())
+        columns.append((sampled.clamp(0, 1) * 255).round().byte().cpu())
     scores = [judging.rewards() for judging in judgings]
-    values = {("reward", "reward"): sum(score.rewards for score in scores)}
+    values = {("reward", "reward"): torch.stack([score.rewards for score in scores]).sum(0)}
     for score in scores:
         values |= {("metrics", name): part for name, part in score.parts.items()}
     for name, judging in others.items():
         if name not in failed:
             values["metrics", name] = judging.rewards().rewards
     tables = {key: value.view(shape) for key, value in values.items()}
-    images = torch.stack(images, 1).flatten(0, 1)  # [p * S, 3, H, W]
+    images = torch.stack(columns, 1).flatten(0, 1)  # [p * S, 3, H, W]
     statistics, diversity = image_numbers(images, shape[1])
     tables |= {("statistics", name): numbers.view(shape) for name, numbers in statistics.items()}
     if diversity is not None:
@@ -133,7 +135,8 @@ def summarise(
     "The result of `evaluate`: means and single values."
     rewards = tables.pop(("reward", "reward"))
     images = tables.pop(("images", "images"))
-    means = {"metrics": {}, "statistics": {}, "diversity": {}}
+    kinds = "metrics", "statistics", "diversity"
+    means: dict[str, dict[str, float]] = {kind: {} for kind in kinds}
     values = {}
     for (kind, name), table in tables.items():
         if table.isnan().all():
@@ -148,9 +151,9 @@ def summarise(
             f"The reward has no score (NaN or None) for any image. {NOTHING_TO_SCORE}"
         )
     of_rows = rewards.nanmean(1)
-    there = ~of_rows.isnan()
-    requests = torch.tensor(batch["requests"])
-    error = standard_error(of_rows[there].double().numpy(), requests[there])
+    scored = ~of_rows.isnan()
+    requests = torch.tensor(batch["requests"])[scored].tolist()
+    error = standard_error(of_rows[scored].double().numpy(), requests)
     return {
         "reward_mean": known.mean().item(),
         "reward_std": known.std().item() if len(known) > 1 else 0.0,
@@ -326,7 +329,7 @@ class PeriodicEvaluation(Callback):
         self.every = every
         self.trained = list(trained)
         self.ranks = ranks or Ranks()
-        self.alarms = []  # what the newest evaluation warns of
+        self.alarms: list[str] = []  # what the newest evaluation warns of
         self.history = []
         if self.path.is_file():
             self.history = read_history(self.path)
@@ -486,9 +489,13 @@ def evaluate_command(argv: list[str]) -> int:
             "overwritten. Give another folder, or leave it out."
         )
     config = load_options(typed, run)
-    config.model.name = options.model or config.model.name
+    changes = {
+        "model.name": options.model or config.model.name,
+        "training.eval_samples": config.training.eval_samples or 4,
+    }
+    config = with_options(config, changes)
     check_config(config, trains=False)
-    config.training.eval_samples = config.training.eval_samples or 4
+    config = resolve(config)
     for line in unused_settings():
         print_note(line)
     with Ranks.start(config.model.device) as ranks:

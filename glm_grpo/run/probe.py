@@ -9,9 +9,10 @@ __all__ = ['LEVELS', 'level_variances', 'variance_parts', 'group_numbers', 'advi
 # %% ../../nbs/6_run/15_probe.ipynb #2a29bdbd
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,11 +26,19 @@ from ..maths.noise import SampleNames, named_generator, request_names
 from ..model.tokens import check_prompt_lengths
 from ..model.wrapper import GLMImageWrapper
 from ..rewards.weighted import PendingRewards
-from .build import check_reward, each_reward, load_model, make_reward, open_data
+from glm_grpo.run.build import (
+    check_reward,
+    each_reward,
+    load_model,
+    make_reward,
+    open_data,
+    resolve,
+)
 from .config import Config, check_config, image_height_width
 from .command_line import TrainOptions, build, load_options, read_words, run_command
 from .evaluation import without_nan
 from ..training.figures import ShownFigure, save_figure
+from ..training.options import with_options
 
 LEVELS = ("prompts", "previews", "large grids", "images")
 
@@ -98,23 +107,23 @@ def advice(
         )
     images, error = parts["images"]
     if images - error > 0.5:
-        found = "Train model.component dit: the images of the same tokens differ most."
+        text = "Train model.component dit: the images of the same tokens differ most."
     elif images + error < 0.1:
-        found = "Train model.component ar: the images of the same tokens hardly differ."
+        text = "Train model.component ar: the images of the same tokens hardly differ."
     elif images - error > 0.1:
-        found = "Train model.component both: tokens and images differ."
+        text = "Train model.component both: tokens and images differ."
     else:
-        found = (
+        text = (
             "Whether images of the same tokens differ enough to train the DiT is not decided: "
             "raise --num_prompts or --images."
         )
     if numbers["equal_tokens"] > 0.3:
-        found += (
+        text += (
             f" {numbers['equal_tokens']:.0%} of the prompts give all previews the same reward: "
             "raise rollout.temperature or reward.grpo.group_size, or leave out prompts that are "
             "too easy or too hard."
         )
-    return found
+    return text
 
 # %% ../../nbs/6_run/15_probe.ipynb #f0f1884d
 def sample_trees(
@@ -127,8 +136,10 @@ def sample_trees(
 ) -> dict[str, Tensor]:  # reward, and its parts -> [Q, P, K, M]
     "The rewards of all images of the trees of the first prompts that differ."
     height, width = image_height_width(config)
-    found = {}
-    different = {}  # a prompt that is repeated would have the same images again
+    of_prompts: dict[str, list[Tensor]] = {}
+    different: dict[
+        Hashable, int
+    ] = {}  # a prompt that is repeated would have the same images again
     for i, key in enumerate(dataset.keys()):
         different.setdefault(key, i)
     for i in tqdm([*different.values()][:num_prompts], desc="probe", unit="prompt", disable=None):
@@ -160,10 +171,10 @@ def sample_trees(
             parts = scores.parts if len(scores.parts) > 1 else {}  # a sum of one part is that part
             for name, rewards in {"reward": scores.rewards, **parts}.items():
                 key = f"{policy}/{name}" if policy else name
-                found.setdefault(key, []).append(rewards.view(shape))
+                of_prompts.setdefault(key, []).append(rewards.view(shape))
     trees = {}
-    for name, rewards in found.items():
-        rewards = torch.stack(rewards)
+    for name, tensors in of_prompts.items():
+        rewards = torch.stack(tensors)
         scored = rewards.flatten(1).isfinite().all(1)  # else an image has no score
         if not scored.all():
             left_out = len(scored) - int(scored.sum())
@@ -234,7 +245,7 @@ def probe_command(argv: list[str]) -> int:
     check_output_folder(file.parent)
     config = load_options(typed)
     check_config(config, trains=False)
-    config.model.component = "both"
+    config = resolve(with_options(config, {"model.component": "both"}))
     if config.training.mode == "i2i":
         options["grids"] *= options["previews"]
         options["previews"] = 1
@@ -245,7 +256,7 @@ def probe_command(argv: list[str]) -> int:
     model = load_model(config)
     check_prompt_lengths(model, dataset, *size)
     number, *shape = options.values()
-    record = {"options": options}
+    record: dict[str, Any] = {"options": options}
     found = {}
     for name, rewards in sample_trees(config, model, dataset, reward, number, shape).items():
         parts = found[name] = variance_parts(rewards)

@@ -25,12 +25,11 @@ from ..maths.loss import compute_grpo_loss
 from . import checkpoints
 from .agreement import Agreement, agreement_of, require_agreement
 from .callbacks import Callback, callbacks_or_default, trainer_html
-from .collector import Collector, callbacks_running, complete_trainer_options
-from .collector import unlearnt_batch_returns
+from .collector import Collector, callbacks_running, unlearnt_batch_returns
 from .experience import Experience, MiniBatch, deal_minibatches
 from .interrupts import NotFinite, uncut
 from .optimizer import PolicyOptimizer
-from .options import TrainerOptions
+from .options import TrainerOptions, complete_trainer_options
 from .ranks import Ranks, full_tensor
 from .update import Tally, loss_counts, loss_options
 from .update import split_chunks, summarise, to_floats
@@ -200,9 +199,9 @@ class MinimalGRPOTrainer(Learner):
         model,  # GLMImageWrapper, or anything with generate_with_tracking, policies, reference...
         train_dataloader: Iterable[dict],  # batches: prompts, target_images, source_images...
         reward_function: Callable | dict,  # see `call_reward`; a dict: each policy's own
-        group_size: int = 4,  # G: samples of each prompt
-        clip_range: float = 0.2,  # of tokens; that of denoising steps is `dit_clip_range`
-        learning_rate: float = 5e-6,
+        group_size: int | None = None,  # G: samples of each prompt; None: 4
+        clip_range: float | None = None,  # of tokens, not of denoising steps; None: 0.2
+        learning_rate: float | None = None,  # None: 5e-6
         # None: the model's own; 1024, 1024, 50 and 1.5 of the published model
         height: int | None = None,  # pixels, a multiple of 32
         width: int | None = None,
