@@ -179,8 +179,7 @@ class Run:
         if trainer.step < training.max_steps:  # all stopped after the same step
             if self.ranks.shards:  # saved by all: they stop together
                 trainer.save_checkpoint(self.interrupted)
-            self.ranks.all_failed = True
-            raise KeyboardInterrupt
+            self.ranks.fail_all(KeyboardInterrupt())
         self.after = self.evaluate("after")  # it may be the best one
         for callback in trainer.callbacks:
             if self.after and isinstance(callback, CheckpointCallback):
