@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..data.basics import UserError, patch_to
+from ..data.basics import UserError
 from ..data.prompts import as_batch
 from ..data.rollout import Rollout
 from ..maths.advantages import equal_groups
@@ -171,88 +171,85 @@ class Collector:
         )
         return self.last_rollout
 
-# %% ../../nbs/5_training/08_collector.ipynb #cmiss001
-@patch_to(Collector)
-def count_missing(
-    self,
-    reward: Callable,
-    scores: Rewards,  # of all ranks
-) -> float:  # images without a score, or without one of a part that scores others of their prompt
-    "Says once which they are. RewardError: no image of the step has a score."
-    names = scored_parts(reward)
-    if scores.rewards.isnan().all():
-        self.ranks.all_failed = True  # all ranks have the same scores
-        raise RewardError(
-            f"The reward {names} has nothing to score in any image of this step (it returned NaN "
-            "or None). Correct it, or leave out the prompts that it cannot score."
-        )
-    missing, found = scores.rewards.isnan(), {names: int(scores.rewards.isnan().sum())}
-    groups = torch.arange(len(missing)) // self.images_per_prompt
-    for name, values in scores.parts.items():
-        gaps = values.isnan() & ~group_means(values, groups).isnan()
-        missing, found[name] = missing | gaps, max(found.get(name, 0), int(gaps.sum()))
-    if missing.any() and self.ranks.first and not self.told_of_missing:
-        self.told_of_missing = True
-        told = ", ".join(f"{name} for {count}" for name, count in found.items() if count)
-        warnings.warn(
-            f"No score (NaN or None) from {told} of the {len(missing)} images of a step. In a "
-            "missing part an image gets the mean of its group; without any score it is left out. "
-            "missing_scores in metrics.jsonl counts them; reward.grpo.missing_scores stop ends "
-            "the run where an image has no score.",
-            stacklevel=2,
-        )
-    return float(missing.sum())
+    def count_missing(
+        self,
+        reward: Callable,
+        scores: Rewards,  # of all ranks
+    ) -> float:
+        """The number of images without a score, or without one in a part that scores others of
+        their prompt. Says once which they are. RewardError: no image has a score."""
+        names = scored_parts(reward)
+        if scores.rewards.isnan().all():
+            message = (
+                f"The reward {names} has nothing to score in any image of this step (it returned "
+                "NaN or None). Correct it, or leave out the prompts that it cannot score."
+            )
+            self.ranks.fail_all(RewardError(message))
+        missing, found = scores.rewards.isnan(), {names: int(scores.rewards.isnan().sum())}
+        groups = torch.arange(len(missing)) // self.images_per_prompt
+        for name, values in scores.parts.items():
+            gaps = values.isnan() & ~group_means(values, groups).isnan()
+            missing, found[name] = missing | gaps, max(found.get(name, 0), int(gaps.sum()))
+        if missing.any() and self.ranks.first and not self.told_of_missing:
+            self.told_of_missing = True
+            told = ", ".join(f"{name} for {count}" for name, count in found.items() if count)
+            warnings.warn(
+                f"No score (NaN or None) from {told} of the {len(missing)} images of a step. In a "
+                "missing part an image gets the mean of its group; without any score it is left "
+                "out. missing_scores in metrics.jsonl counts them; reward.grpo.missing_scores stop "
+                "ends the run where an image has no score.",
+                stacklevel=2,
+            )
+        return float(missing.sum())
 
-# %% ../../nbs/5_training/08_collector.ipynb #c8d41e7
-@patch_to(Collector)
-def compare(
-    self,
-    rollout: Rollout,
-    scores: dict[Callable, Rewards],  # reward -> of all ranks
-) -> Experience:
-    "An `Experience`: each policy's samples with their advantages."
-    samples, of_all, numbers = {}, {}, {}
-    policies, ranks, relative = self.model.policies, self.ranks, self.options.grpo.advantage_epsilon
-    for name, reward in self.rewards.items():
-        prefix = f"{name}/" if len(scores) > 1 else ""
-        numbers[f"{prefix}missing_scores"] = self.count_missing(reward, scores[reward])
-    for name, policy in policies.items():
-        own, reward = policy.samples(rollout, self.images_per_prompt), self.rewards[name]
-        rows = len(rollout) // len(own)
-        found = compare_samples(scores[reward], reward, own.group_size, rows, self.options)
-        of_samples, advantages, of_all[name] = found
-        samples[name] = own.with_advantages(ranks.own(advantages), ranks.own(of_all[name]))
-        prefix = f"{name}/" if len(policies) > 1 else ""
-        numbers[f"{prefix}reward_mean"] = of_samples.nanmean().item()
-        numbers[f"{prefix}advantage_mean"] = advantages.mean().item()
-        equal = equal_groups(of_samples, own.group_size, relative)
-        numbers[f"{prefix}equal_groups"] = equal.float().mean().item()
-        prefix = f"{name}/" if len(scores) > 1 else ""
-        for part, values in scores[reward].parts.items():
-            numbers[f"{prefix}reward/{part}"] = values.nanmean().item()
-    total = sum(s.rewards for s in scores.values())
-    known = total[~total.isnan()]
-    numbers |= {"reward_mean": known.mean().item(), "reward_std": known.std().item()}
-    return Experience(rollout, samples, of_all, ranks.own(total), numbers)
+    def compare(
+        self,
+        rollout: Rollout,
+        scores: dict[Callable, Rewards],  # reward -> of all ranks
+    ) -> Experience:
+        "An `Experience`: each policy's samples with their advantages."
+        samples, of_all, numbers = {}, {}, {}
+        policies, ranks = self.model.policies, self.ranks
+        relative = self.options.grpo.advantage_epsilon
+        for name, reward in self.rewards.items():
+            prefix = f"{name}/" if len(scores) > 1 else ""
+            numbers[f"{prefix}missing_scores"] = self.count_missing(reward, scores[reward])
+        for name, policy in policies.items():
+            own, reward = policy.samples(rollout, self.images_per_prompt), self.rewards[name]
+            rows = len(rollout) // len(own)
+            found = compare_samples(scores[reward], reward, own.group_size, rows, self.options)
+            of_samples, advantages, of_all[name] = found
+            samples[name] = own.with_advantages(ranks.own(advantages), ranks.own(of_all[name]))
+            prefix = f"{name}/" if len(policies) > 1 else ""
+            numbers[f"{prefix}reward_mean"] = of_samples.nanmean().item()
+            numbers[f"{prefix}advantage_mean"] = advantages.mean().item()
+            equal = equal_groups(of_samples, own.group_size, relative)
+            numbers[f"{prefix}equal_groups"] = equal.float().mean().item()
+            prefix = f"{name}/" if len(scores) > 1 else ""
+            for part, values in scores[reward].parts.items():
+                numbers[f"{prefix}reward/{part}"] = values.nanmean().item()
+        total = sum(s.rewards for s in scores.values())
+        known = total[~total.isnan()]
+        numbers |= {"reward_mean": known.mean().item(), "reward_std": known.std().item()}
+        return Experience(rollout, samples, of_all, ranks.own(total), numbers)
 
-# %% ../../nbs/5_training/08_collector.ipynb #eu01
-@patch_to(Collector)
-@torch.no_grad()
-def keep_uncertain(self, experience: Experience) -> None:
-    """Give the advantage 0 to all decisions but the share with the largest entropy, of the samples
-    of all ranks (arXiv 2506.01939). They still count in the mean. Without entropies: nothing."""
-    for name, samples in experience.samples.items():
-        size = self.options.step.micro_batch_size or len(samples)
-        batches = [samples.rows(slice(i, i + size)) for i in range(0, len(samples), size)]
-        parts = [self.model.policies[name].entropies(batch) for batch in batches]
-        if parts[0] is None:
-            continue
-        entropies = torch.cat(parts).cpu()
-        of_all = torch.cat([part.flatten() for part in self.ranks.gather(entropies)])
-        kept = max(1, round(self.options.grpo.entropy_share * len(of_all)))
-        learns = entropies >= of_all.topk(kept).values[-1]
-        advantages = samples.advantages.cpu()[:, None] * learns
-        experience.samples[name] = samples.with_advantages(advantages, samples.counted)
+    @torch.no_grad()
+    def keep_uncertain(self, experience: Experience) -> None:
+        """Give the advantage 0 to all decisions but the share with the largest entropy, of the
+        samples of all ranks (arXiv 2506.01939). They still count in the mean. Without entropies:
+        nothing."""
+        for name, samples in experience.samples.items():
+            size = self.options.step.micro_batch_size or len(samples)
+            batches = [samples.rows(slice(i, i + size)) for i in range(0, len(samples), size)]
+            parts = [self.model.policies[name].entropies(batch) for batch in batches]
+            if parts[0] is None:
+                continue
+            entropies = torch.cat(parts).cpu()
+            of_all = torch.cat([part.flatten() for part in self.ranks.gather(entropies)])
+            kept = max(1, round(self.options.grpo.entropy_share * len(of_all)))
+            learns = entropies >= of_all.topk(kept).values[-1]
+            advantages = samples.advantages.cpu()[:, None] * learns
+            experience.samples[name] = samples.with_advantages(advantages, samples.counted)
 
 # %% ../../nbs/5_training/08_collector.ipynb #c2b8bf1
 @contextlib.contextmanager

@@ -267,12 +267,12 @@ class MinimalGRPOTrainer(Learner):
                         for callback in self.callbacks:
                             callback.on_step_end(self, metrics, experience)
                 if self.bad_steps >= self.options.max_bad_steps:
-                    self.ranks.all_failed = True  # all ranks have the same numbers
-                    raise NotFinite(
+                    message = (
                         f"Step {self.step}: the loss or its gradient was not finite "
                         f"{self.bad_steps} times in a row, and no weight has moved since. Lower "
                         "the learning rate, or use torch_dtype float32."
                     )
+                    self.ranks.fail_all(NotFinite(message))
         return self.history[begin:]
 
     def measure_agreement(self, batch: dict) -> Agreement:
