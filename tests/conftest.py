@@ -6,13 +6,36 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: one thread is fas
 
 import pytest
 import torch
-from helpers import GREEN, PROMPTS, ROOT, write_images
+from helpers import ROOT, make_folder
 
 
 def pytest_addoption(parser):
     parser.addoption(
         "--kills", type=int, default=3, help="how often tests/test_kill.py kills a run"
     )
+
+
+LONG = [
+    "second_device",
+    "ranks",
+    "cli",
+    "matching",
+    "odd_rewards",
+    "faults",
+    "model",
+    "kill",
+    "tiny",
+]
+
+
+def pytest_configure(config):
+    config.option.loadscopereorder = False  # xdist would put files with few tests last
+
+
+def pytest_collection_modifyitems(items):
+    "Files that take long come first, so that all workers end at about the same time."
+    place = {f"test_{name}": i for i, name in enumerate(LONG)}
+    items.sort(key=lambda item: place.get(item.path.stem, len(place)))
 
 
 @pytest.fixture
@@ -23,11 +46,7 @@ def at_root(monkeypatch):
 
 @pytest.fixture
 def folder(tmp_path):
-    "Prompts with target images, and a reward that can score any image."
-    (tmp_path / "prompts.txt").write_text("\n".join(PROMPTS) + "\n")
-    (tmp_path / "green.py").write_text(GREEN)
-    write_images(tmp_path / "target_images", [(40 * i, 90, 60) for i in range(len(PROMPTS))])
-    return tmp_path
+    return make_folder(tmp_path)
 
 
 @pytest.fixture
