@@ -319,7 +319,7 @@ def test_a_held_out_prompt_that_is_too_long_is_refused(folder, capsys, dry):
     held.parent.mkdir()
     held.write_text("a cat\n" + "x" * 10_000 + "\n")
     words = ["--data.eval_prompts_file", held, "--output_dir", folder / "run"]
-    assert main(*dry, *small(folder, *words)) == 2
+    assert main(*dry, *small(folder, *words, mode="t2i")) == 2
     check_said(told(capsys), "held/prompts.txt, line 2: ")
     assert not (folder / "run").exists()
 
