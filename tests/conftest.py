@@ -8,6 +8,8 @@ import pytest
 import torch
 from helpers import ROOT, make_folder
 
+from glm_grpo.run import plan
+
 
 def pytest_addoption(parser):
     parser.addoption(
@@ -47,6 +49,21 @@ def at_root(monkeypatch):
 @pytest.fixture
 def folder(tmp_path):
     return make_folder(tmp_path)
+
+
+COUNTED = {}  # half, sizes and adapter -> number of trained parameters
+
+
+@pytest.fixture
+def counted_once(monkeypatch):
+    "Adapters of the published sizes are built (without memory) once, not for each estimate."
+    count = plan.count_trained
+
+    def counted(config, layout):
+        key = repr((config.model, [layout[half]["config"] for half in ("ar", "dit")]))
+        return COUNTED.get(key) or COUNTED.setdefault(key, count(config, layout))
+
+    monkeypatch.setattr(plan, "count_trained", counted)
 
 
 @pytest.fixture
