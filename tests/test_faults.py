@@ -9,22 +9,8 @@ import sys
 
 import pytest
 import torch
-from helpers import (
-    PROMPTS,
-    counting_reward,
-    evaluate_main,
-    files,
-    main,
-    pretend_installed,
-    read_jsonl,
-    resume,
-    same_tensors,
-    small,
-    step_of,
-    steps,
-    told,
-    without_images,
-)
+from helpers import PROMPTS, counting_reward, evaluate_main, files, main, pretend_installed
+from helpers import read_jsonl, resume, same_tensors, small, step_of, steps, told, without_images
 from PIL import Image
 from ranks import in_a_process
 from safetensors.torch import load_file

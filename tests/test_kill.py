@@ -8,16 +8,8 @@ import random
 import time
 
 import torch
-from helpers import (
-    load_weights,
-    main,
-    read_jsonl,
-    resume,
-    same_tensors,
-    small,
-    step_of,
-    without_seconds,
-)
+from helpers import load_weights, main, read_jsonl, resume, same_tensors, small, step_of
+from helpers import without_seconds
 from ranks import in_a_process, start
 from safetensors.torch import load_file
 

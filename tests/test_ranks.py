@@ -9,20 +9,8 @@ from unittest import mock
 
 import pytest
 import torch
-from helpers import (
-    GREEN,
-    PROMPTS,
-    evaluate_main,
-    main,
-    read_json,
-    read_jsonl,
-    resume,
-    small,
-    step_of,
-    steps,
-    without_seconds,
-    write_images,
-)
+from helpers import GREEN, PROMPTS, evaluate_main, main, read_json, read_jsonl, resume, small
+from helpers import step_of, steps, without_seconds, write_images
 from programs.train_on_ranks import Work, run
 from ranks import as_program, on_ranks, torchrun
 
