@@ -3,6 +3,7 @@
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: one thread is faster here
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # a second one does not wait in a loop
 
 import pytest
 import torch

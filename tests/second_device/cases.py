@@ -155,10 +155,11 @@ def test_a_stream_must_wait_for_what_another_one_writes():
 
 
 # ------------------------------------------------------------------------------------- training
-@pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
-@pytest.mark.parametrize(
-    "component, mode", [("ar", "t2i"), ("dit", "t2i"), ("both", "t2i"), ("both", "i2i")]
-)
+TRAININGS = [("ar", "t2i", True), ("dit", "t2i", True)]
+TRAININGS += [("both", mode, lora) for mode in ("t2i", "i2i") for lora in (True, False)]
+
+
+@pytest.mark.parametrize("component, mode, lora", TRAININGS)
 def test_a_training_step(model_folder, component, lora, mode):
     "It works, its ratio is 1, it moves weights, and its update waits no more often than it did."
     model = load_model(model_folder, component, lora)
