@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 import torch
-from helpers import GREEN, PROMPTS, ROOT, main, small, told
+from helpers import ROOT, main, make_folder, small, told
 from safetensors.torch import load_file, save, save_file
 
 from glm_grpo import GLMImageWrapper
@@ -240,9 +240,7 @@ def test_a_broken_history_is_named(tmp_path):
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     "A run of one step."
-    folder = tmp_path_factory.mktemp("run")
-    (folder / "prompts.txt").write_text("\n".join(PROMPTS) + "\n")
-    (folder / "green.py").write_text(GREEN)
+    folder = make_folder(tmp_path_factory.mktemp("run"))
     options = small(folder, "--model.name", TINY, "--output_dir", folder / "run")
     assert main(*options, "--num_steps", 1) == 0
     return folder

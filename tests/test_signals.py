@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("at_root")
 NAMES = {signal.SIGINT: "Ctrl+C", signal.SIGTERM: "SIGTERM", signal.SIGHUP: "SIGHUP"}
 
 
-@pytest.mark.parametrize("module, signum", list(zip(("train", "evaluate", "train"), NAMES)))
+@pytest.mark.parametrize("module, signum", list(zip(("train", "evaluate"), NAMES)))
 def test_a_signal_while_packages_are_imported(module, signum):
     words = [sys.executable, "-X", "importtime", "-m", f"glm_grpo.{module}"]
     process = subprocess.Popen(words, cwd=ROOT, stderr=subprocess.PIPE, text=True)
