@@ -14,6 +14,8 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+import glm_grpo
+
 ROOT = Path(__file__).resolve().parent.parent
 NBS, PACKAGE = ROOT / "nbs", ROOT / "glm_grpo"
 PROGRAMS = ["train.py", "evaluate.py", "probe.py", "remote.py", "bench/__main__.py"]
@@ -180,6 +182,48 @@ def test_modules_need_no_developers_packages():
     program = ROOT / "tests/programs/import_without_developers_packages.py"
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     subprocess.run([sys.executable, program, *module_names()], cwd=ROOT, env=env, check=True)
+
+
+LIGHT = """
+import os, sys
+before = dict(os.environ)
+from glm_grpo import *
+heavy = {"matplotlib", "transformers", "diffusers"} & {name.split(".")[0] for name in sys.modules}
+assert not heavy, heavy
+assert os.environ == before, os.environ.items() - before.items()
+"""
+
+
+def test_the_trainer_is_imported_without_what_draws_or_loads_models():
+    "The wrapper's module, by contrast, needs transformers."
+    names = [name for name in glm_grpo.__all__ if name != "GLMImageWrapper"]
+    program = LIGHT.replace("*", ", ".join(names))
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, env=env, check=True)
+
+
+def test_programs_share_cores_before_torch_is_imported():
+    program = """import os, runpy, sys
+class Stop(BaseException): pass
+class Finder:
+    def find_spec(self, name, *rest):
+        if name == "torch":
+            print(os.environ.get("GOMP_SPINCOUNT"))
+            raise Stop
+sys.meta_path.insert(0, Finder())
+try:
+    runpy.run_module(sys.argv[1], run_name="__main__")
+except Stop:
+    pass
+"""
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    env.pop("GOMP_SPINCOUNT", None)
+    env.pop("OMP_WAIT_POLICY", None)
+    for path in set(PROGRAMS) - {"__main__.py"}:  # which lists the others
+        name = path.removesuffix(".py").removesuffix("/__main__")
+        words = [sys.executable, "-c", program, f"glm_grpo.{name}"]
+        said = subprocess.run(words, cwd=ROOT, env=env, check=True, capture_output=True, text=True)
+        assert said.stdout == "2000\n", name
 
 
 def test_version_is_the_same_everywhere():

@@ -29,13 +29,6 @@ from ..data.prompts import read_text
 from ..rewards.perception import image_numbers
 from .checkpoints import copy_checkpoint, keep_newest, tidy_checkpoints
 from .experience import Experience
-from glm_grpo.training.figures import (
-    png_address,
-    sample_blocks,
-    sample_grid,
-    save_figure,
-    step_curves,
-)
 
 
 class Callback:
@@ -271,6 +264,8 @@ class TrackerLogger(Callback):
             tracker.log(numbers, step=step)
         if not is_due(step, self.image_every):
             return
+        from glm_grpo.training.figures import sample_grid, save_figure  # matplotlib, where it draws
+
         path = self.output_dir / "samples" / f"step_{step:06d}.png"
         save_figure(sample_grid(experience), path)
         grid = Image.open(path).convert("RGB")
@@ -294,6 +289,8 @@ def experience_html(
     groups: int = 4,  # at most so many prompts, from the first on
 ) -> str:
     "Prompts as rows, the best eight images of each, with rewards and advantages."
+    from glm_grpo.training.figures import sample_blocks  # matplotlib, where it draws
+
     rows = []
     for prompt, row in sample_blocks(experience, groups, images=8):
         rows.append(f"<div><div>{html.escape(prompt)}</div>{images_html(*zip(*row))}</div>")
@@ -309,6 +306,8 @@ def trainer_html(
     trainer: "MinimalGRPOTrainer",  # noqa: F821
 ) -> str:
     "Policies, step, the reward as a curve; the agreement, folded."
+    from glm_grpo.training.figures import png_address, step_curves  # matplotlib, where it draws
+
     lines = trainer.history
     shown = f"<div>{html.escape(repr(trainer))}</div>"
     if lines:
