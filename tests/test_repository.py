@@ -93,8 +93,15 @@ def test_each_notebook_has_its_place_in_the_contents():
     assert sorted(entries) == sorted(name_of(n).removesuffix(".ipynb") for n in NOTEBOOKS)
 
 
-def test_readme_is_made_from_index():
+def test_readmes_are_made_from_the_notebooks():
     subprocess.run([sys.executable, ROOT / "tools/make_readme.py", "--check"], check=True)
+
+
+def test_the_readme_is_short_and_each_notebook_is_in_a_table():
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").split()) <= 1500
+    text = (NBS / "README.md").read_text(encoding="utf-8")
+    linked = re.findall(r"\]\(([\w/]+\.ipynb)\)", text)
+    assert sorted([*linked, "index.ipynb"]) == [name_of(n) for n in NOTEBOOKS]
 
 
 def markdown(path):
@@ -108,7 +115,7 @@ def markdown(path):
 
 def test_links_of_readme_and_notebooks_lead_somewhere():
     broken = []
-    for path in [*ROOT.glob("*.md"), *NOTEBOOKS]:
+    for path in [*ROOT.glob("*.md"), *NBS.rglob("*.md"), *NOTEBOOKS]:
         text = markdown(path)
         links = re.findall(r"\]\(([^)\s]+)", text) + re.findall(r'(?:src|href)="([^"]+)"', text)
         inside = [link.split("#")[0] for link in links if not re.match(r"[a-z]+:|#", link)]
@@ -227,5 +234,9 @@ except Stop:
 
 
 def test_version_is_the_same_everywhere():
-    version = f'__version__ = "{settings()["version"]}"'
-    assert version in (PACKAGE / "__init__.py").read_text()
+    version = settings()["version"]
+    assert f'__version__ = "{version}"' in (PACKAGE / "__init__.py").read_text()
+    assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()
+    changes = (ROOT / "CHANGELOG.md").read_text()
+    assert re.search(r"(?m)^## ([\d.]+)", changes)[1] == version
+    assert len(changes.splitlines()) <= 60 or changes.count("\n## ") > 1, "for users, no diary"
