@@ -104,8 +104,10 @@ class ProgressLines(Callback):
     def pace(self, trainer) -> str:
         "The mean seconds per step since the start, and the time left, as a text."
         done, number = trainer.step - self.first + 1, trainer.last_step - self.first + 1
-        text = "{rate_inv:.2g} s/step, {remaining} left"
-        return tqdm.format_meter(done, number, time.perf_counter() - self.begun, bar_format=text)
+        elapsed = time.perf_counter() - self.begun
+        text = f"{elapsed / done:{'.0f' if elapsed > 99 * done else '.2g'}} s/step, "
+        text += "{remaining} left"
+        return tqdm.format_meter(done, number, elapsed, bar_format=text)
 
     def show(self, trainer) -> None:
         "Print the line; above the first one the agreement."
@@ -315,7 +317,9 @@ def trainer_html(
     if len(lines) > 1:
         address = png_address(step_curves(lines, health=False))
         label = f"reward of steps {lines[0]['step']} to {trainer.step}"
-        shown += f'<img src="{address}" alt="{label}" style="max-width:100%" class="curve">'
+        shown += (
+            f'<img src="{address}" alt="{label}" style="width:34em;max-width:100%" class="curve">'
+        )
     if trainer.agreement:
         title = "agreement of sampling and scoring before the first update"
         table = trainer.agreement._repr_html_()
