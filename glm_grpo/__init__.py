@@ -4,11 +4,6 @@ import importlib
 import os
 from typing import TYPE_CHECKING
 
-# Threads that wait for each other spin, by default for milliseconds, and on a busy machine they take
-# the time of the thread they wait for. It is read when torch is imported.
-if "OMP_WAIT_POLICY" not in os.environ:
-    os.environ.setdefault("GOMP_SPINCOUNT", "2000")
-
 __version__ = "0.1.0"
 
 # The names most people need, each with its module. They are imported when they are first used:
@@ -24,10 +19,14 @@ _HOMES = {
     "T2IDataset": "data.prompts",
     "I2IDataset": "data.prompts",
     "make_dataloader": "data.loader",
+    "Policy": "data.rollout",
+    "Rollout": "data.rollout",
+    "Samples": "data.rollout",
     "GLMImageWrapper": "model.wrapper",
     "simple_reward_function": "rewards.calling",
-    "edit_reward": "rewards.scenes",
-    "sign_reward": "rewards.scenes",
+    "WeightedReward": "rewards.weighted",
+    "Callback": "training.callbacks",
+    "TrainerOptions": "training.options",
     "MinimalGRPOTrainer": "training.trainer",
 }
 
@@ -37,14 +36,24 @@ if TYPE_CHECKING:  # the same names for editors and type checkers, which run no 
     from .data.images import pil_to_tensor, tensor_to_pil
     from .data.loader import make_dataloader
     from .data.prompts import I2IDataset, T2IDataset
+    from .data.rollout import Policy, Rollout, Samples
     from .maths.advantages import compute_advantages
     from .maths.loss import compute_grpo_loss
     from .maths.matching import matching_logprob, nft_terms
     from .maths.sde import sde_step
     from .model.wrapper import GLMImageWrapper
     from .rewards.calling import simple_reward_function
-    from .rewards.scenes import edit_reward, sign_reward
+    from .rewards.weighted import WeightedReward
+    from .training.callbacks import Callback
+    from .training.options import TrainerOptions
     from .training.trainer import MinimalGRPOTrainer
+
+
+def share_cores() -> None:
+    """For programs, before torch is imported: threads that wait for each other spin for milliseconds
+    by default, and on a busy machine they take the time of the thread they wait for."""
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 
 
 def __getattr__(name):

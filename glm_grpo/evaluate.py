@@ -1,8 +1,10 @@
 """`python -m glm_grpo.evaluate`: see `glm_grpo.run.evaluation`."""
 
 if __name__ == "__main__":
+    from glm_grpo import share_cores
     from glm_grpo.training.interrupts import leave_at_once
 
+    share_cores()
     leave_at_once()  # a signal while torch is imported: one line, no traceback
 
 if __name__ == "__mp_main__":  # a process that a reward has started

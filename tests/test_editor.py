@@ -1,6 +1,7 @@
 """What an editor sees: jedi completes the public names and the methods of their classes."""
 
 import ast
+import importlib.util
 import re
 
 import jedi
@@ -48,3 +49,14 @@ def test_names_in_the_readmes_example_lead_somewhere():
         if isinstance(node, ast.Attribute):
             place = node.end_lineno, node.end_col_offset - 1
             assert script.goto(*place, follow_imports=True), ast.unparse(node)
+
+
+def test_each_public_name_has_a_page_on_the_site(tmp_path):
+    spec = importlib.util.spec_from_file_location("site_api", ROOT / "tools/site/api.py")
+    api = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(api)
+    api.write_pages(tmp_path)
+    assert {path.stem for path in tmp_path.glob("*.md")} == {*glm_grpo.__all__, "index"}
+    trainer = (tmp_path / "MinimalGRPOTrainer.md").read_text(encoding="utf-8")
+    assert "group_size: int" in trainer and "\n## train_step\n" in trainer
+    assert "## Fields" in (tmp_path / "TrainerOptions.md").read_text(encoding="utf-8")

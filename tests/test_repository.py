@@ -13,6 +13,8 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+import glm_grpo
+
 ROOT = Path(__file__).resolve().parent.parent
 NBS, PACKAGE = ROOT / "nbs", ROOT / "glm_grpo"
 PROGRAMS = ["train.py", "evaluate.py", "probe.py", "remote.py", "bench/__main__.py", "__main__.py"]
@@ -90,8 +92,15 @@ def test_each_notebook_has_its_place_in_the_contents():
     assert sorted(entries) == sorted(name_of(n).removesuffix(".ipynb") for n in NOTEBOOKS)
 
 
-def test_readme_is_made_from_index():
+def test_readmes_are_made_from_the_notebooks():
     subprocess.run([sys.executable, ROOT / "tools/make_readme.py", "--check"], check=True)
+
+
+def test_the_readme_is_short_and_each_notebook_is_in_a_table():
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").split()) <= 1500
+    text = (NBS / "README.md").read_text(encoding="utf-8")
+    linked = re.findall(r"\]\(([\w/]+\.ipynb)\)", text)
+    assert sorted([*linked, "index.ipynb"]) == [name_of(n) for n in NOTEBOOKS]
 
 
 def markdown(path):
@@ -105,7 +114,7 @@ def markdown(path):
 
 def test_links_of_readme_and_notebooks_lead_somewhere():
     broken = []
-    for path in [*ROOT.glob("*.md"), *NOTEBOOKS]:
+    for path in [*ROOT.glob("*.md"), *NBS.rglob("*.md"), *NOTEBOOKS]:
         text = markdown(path)
         links = re.findall(r"\]\(([^)\s]+)", text) + re.findall(r'(?:src|href)="([^"]+)"', text)
         inside = [link.split("#")[0] for link in links if not re.match(r"[a-z]+:|#", link)]
@@ -163,6 +172,52 @@ def test_every_installed_package_has_its_exact_version_written_down():
     assert missing == []
 
 
+LIGHT = """
+import os, sys
+before = dict(os.environ)
+from glm_grpo import *
+heavy = {"matplotlib", "transformers", "diffusers"} & {name.split(".")[0] for name in sys.modules}
+assert not heavy, heavy
+assert os.environ == before, os.environ.items() - before.items()
+"""
+
+
+def test_the_trainer_is_imported_without_what_draws_or_loads_models():
+    "The wrapper's module, by contrast, needs transformers."
+    names = [name for name in glm_grpo.__all__ if name != "GLMImageWrapper"]
+    program = LIGHT.replace("*", ", ".join(names))
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, env=env, check=True)
+
+
+def test_programs_share_cores_before_torch_is_imported():
+    program = """import os, runpy, sys
+class Stop(BaseException): pass
+class Finder:
+    def find_spec(self, name, *rest):
+        if name == "torch":
+            print(os.environ.get("GOMP_SPINCOUNT"))
+            raise Stop
+sys.meta_path.insert(0, Finder())
+try:
+    runpy.run_module(sys.argv[1], run_name="__main__")
+except Stop:
+    pass
+"""
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    env.pop("GOMP_SPINCOUNT", None)
+    env.pop("OMP_WAIT_POLICY", None)
+    for path in set(PROGRAMS) - {"__main__.py"}:  # which lists the others
+        name = path.removesuffix(".py").removesuffix("/__main__")
+        words = [sys.executable, "-c", program, f"glm_grpo.{name}"]
+        said = subprocess.run(words, cwd=ROOT, env=env, check=True, capture_output=True, text=True)
+        assert said.stdout == "2000\n", name
+
+
 def test_version_is_the_same_everywhere():
-    version = f'__version__ = "{settings()["version"]}"'
-    assert version in (PACKAGE / "__init__.py").read_text()
+    version = settings()["version"]
+    assert f'__version__ = "{version}"' in (PACKAGE / "__init__.py").read_text()
+    assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()
+    changes = (ROOT / "CHANGELOG.md").read_text()
+    assert re.search(r"(?m)^## ([\d.]+)", changes)[1] == version
+    assert len(changes.splitlines()) <= 60 or changes.count("\n## ") > 1, "for users, no diary"

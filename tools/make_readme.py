@@ -1,8 +1,10 @@
-"""Make README.md from nbs/index.ipynb:  python tools/make_readme.py [--check]
+"""Make README.md from nbs/index.ipynb, and nbs/README.md from nbs/contents.md:
+
+python tools/make_readme.py [--check]
 
 `nbdev_readme` needs Quarto; this joins the notebook's Markdown cells. Links in the notebook are
-relative to nbs/, in the README to the root. A table of the notebooks of a shelf of nbs/contents.md,
-with their claims, stands where the index says <!-- shelf: Look up -->. With --check nothing is
+relative to nbs/, in the README to the root. nbs/README.md has a table for each shelf of
+nbs/contents.md: questions with notebooks, or notebooks with their claims. With --check nothing is
 written; the exit status is 1 if something would change.
 """
 
@@ -14,6 +16,30 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 NOTE = "<!-- Made from nbs/index.ipynb by tools/make_readme.py: edit the notebook. -->\n\n"
+SHELVES = """<!-- Made from nbs/contents.md by tools/make_readme.py. -->
+
+# The notebooks
+
+The folders, here and in the package, are the floors of its architecture: each imports only from those with a lower number. `README.md` in each folder says what it is for.
+
+## Main road
+
+About three hours, in this order:
+
+{Main road}
+
+## Look up
+
+When you have the question:
+
+{Look up}
+
+## Internals
+
+The other notebooks that make up the package:
+
+{Internals}
+"""  # noqa: E501
 
 
 def from_root(link: str) -> str:
@@ -52,23 +78,24 @@ def shelf(caption: str) -> str:  # Look up
     return "\n".join([head, "|---|---|", *rows])
 
 
-def make() -> str:
-    "The README."
+def make() -> dict[str, str]:
+    "The files: name -> text."
     text = "\n\n".join(markdown_cells(ROOT / "nbs/index.ipynb"))
-    text = re.sub(r"<!-- shelf: (.+?) -->", lambda m: shelf(m[1]), text)
     for link in (r"(\]\()([^)\s]+)", r'((?:src|href)=")([^"]+)'):
         text = re.sub(link, lambda m: m[1] + from_root(m[2]), text)
-    return NOTE + re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
+    shelves = re.sub(r"\{(.+?)\}", lambda m: shelf(m[1]), SHELVES)
+    return {"README.md": NOTE + text.strip() + "\n", "nbs/README.md": shelves}
 
 
 def main() -> None:
-    path, text = ROOT / "README.md", make()
-    changed = path.read_text(encoding="utf-8") != text
-    if "--check" not in sys.argv[1:]:
-        path.write_text(text, encoding="utf-8")
-        print("README.md:", "changed" if changed else "nothing to change")
-    elif changed:
-        sys.exit("README.md: not in step with nbs/index.ipynb; run: python tools/make_readme.py")
+    for name, text in make().items():
+        path = ROOT / name
+        changed = not path.exists() or path.read_text(encoding="utf-8") != text
+        if "--check" not in sys.argv[1:]:
+            path.write_text(text, encoding="utf-8")
+            print(f"{name}:", "changed" if changed else "nothing to change")
+        elif changed:
+            sys.exit(f"{name}: not in step with nbs; run: python tools/make_readme.py")
 
 
 if __name__ == "__main__":

@@ -116,12 +116,10 @@ def prefill(
 ) -> tuple[Tensor, list]:
     "Last hidden state [P, H]; layers with `keys` and `values` [P, G, L, D], G: key heads."
     cache = DynamicCache(config=text_model.config)
+    embeddings = text_model.embed_tokens(inputs.input_ids)
+    # by position: transformers 5.24 has another name for the cache (past_key_values before)
     out = text_model(
-        inputs_embeds=text_model.embed_tokens(inputs.input_ids),
-        attention_mask=visibility(inputs),
-        position_ids=inputs.position_ids,
-        past_key_values=cache,
-        use_cache=True,
+        None, visibility(inputs), inputs.position_ids, cache, embeddings, use_cache=True
     )
     return out.last_hidden_state[:, -1], cache.layers
 

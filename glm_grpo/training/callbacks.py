@@ -29,13 +29,6 @@ from ..data.prompts import read_text
 from ..rewards.perception import image_numbers
 from .checkpoints import copy_checkpoint, keep_newest, tidy_checkpoints
 from .experience import Experience
-from glm_grpo.training.figures import (
-    png_address,
-    sample_blocks,
-    sample_grid,
-    save_figure,
-    step_curves,
-)
 
 
 class Callback:
@@ -111,8 +104,10 @@ class ProgressLines(Callback):
     def pace(self, trainer) -> str:
         "The mean seconds per step since the start, and the time left, as a text."
         done, number = trainer.step - self.first + 1, trainer.last_step - self.first + 1
-        text = "{rate_inv:.2g} s/step, {remaining} left"
-        return tqdm.format_meter(done, number, time.perf_counter() - self.begun, bar_format=text)
+        elapsed = time.perf_counter() - self.begun
+        text = f"{elapsed / done:{'.0f' if elapsed > 99 * done else '.2g'}} s/step, "
+        text += "{remaining} left"
+        return tqdm.format_meter(done, number, elapsed, bar_format=text)
 
     def show(self, trainer) -> None:
         "Print the line; above the first one the agreement."
@@ -271,6 +266,8 @@ class TrackerLogger(Callback):
             tracker.log(numbers, step=step)
         if not is_due(step, self.image_every):
             return
+        from glm_grpo.training.figures import sample_grid, save_figure  # matplotlib, where it draws
+
         path = self.output_dir / "samples" / f"step_{step:06d}.png"
         save_figure(sample_grid(experience), path)
         grid = Image.open(path).convert("RGB")
@@ -294,6 +291,8 @@ def experience_html(
     groups: int = 4,  # at most so many prompts, from the first on
 ) -> str:
     "Prompts as rows, the best eight images of each, with rewards and advantages."
+    from glm_grpo.training.figures import sample_blocks  # matplotlib, where it draws
+
     rows = []
     for prompt, row in sample_blocks(experience, groups, images=8):
         rows.append(f"<div><div>{html.escape(prompt)}</div>{images_html(*zip(*row))}</div>")
@@ -309,6 +308,8 @@ def trainer_html(
     trainer: "MinimalGRPOTrainer",  # noqa: F821
 ) -> str:
     "Policies, step, the reward as a curve; the agreement, folded."
+    from glm_grpo.training.figures import png_address, step_curves  # matplotlib, where it draws
+
     lines = trainer.history
     shown = f"<div>{html.escape(repr(trainer))}</div>"
     if lines:
@@ -316,7 +317,9 @@ def trainer_html(
     if len(lines) > 1:
         address = png_address(step_curves(lines, health=False))
         label = f"reward of steps {lines[0]['step']} to {trainer.step}"
-        shown += f'<img src="{address}" alt="{label}" style="max-width:100%" class="curve">'
+        shown += (
+            f'<img src="{address}" alt="{label}" style="width:34em;max-width:100%" class="curve">'
+        )
     if trainer.agreement:
         title = "agreement of sampling and scoring before the first update"
         table = trainer.agreement._repr_html_()

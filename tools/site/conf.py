@@ -5,13 +5,18 @@ sphinx-build -c tools/site nbs _site
 
 import json
 import re
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+from api import write_pages  # noqa: E402
 
 project = "glm_grpo"
 copyright = "2026, the glm_grpo contributors"  # noqa: A001
 html_title = "glm_grpo"
 root_doc = "contents"
 extensions = ["myst_nb", "sphinx.ext.githubpages"]
-exclude_patterns = ["**/.ipynb_checkpoints", "*/README.md"]
+exclude_patterns = ["**/.ipynb_checkpoints", "README.md", "*/README.md"]
 
 nb_execution_mode = "off"  # the committed outputs are shown
 nb_merge_streams = True
@@ -38,9 +43,21 @@ def only_plots(code: str) -> bool:
     return bool(draws) and 2 * sum(bool(re.search(about, line)) for line in lines) >= len(lines)
 
 
+API = """
+```{toctree}
+:caption: Reference
+:titlesonly:
+
+api/index
+```
+"""
+
+
 def without_directives(app, name, source) -> None:
     """A notebook without hidden cells and nbdev's directives, with the code of plots folded and a
     link to the file; nbdev_clean drops its language."""
+    if name == root_doc:
+        source[0] += API
     if not source[0].startswith("{"):
         return
     book = json.loads(source[0])
@@ -60,4 +77,5 @@ def without_directives(app, name, source) -> None:
 
 
 def setup(app):
+    write_pages(Path(app.srcdir) / "api")  # which git ignores
     app.connect("source-read", without_directives)
