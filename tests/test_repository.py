@@ -1,6 +1,7 @@
 """The repository itself: are modules, notebooks, README and versions in step?"""
 
 import json
+import os
 import re
 import shutil
 import subprocess

@@ -4,8 +4,7 @@
 
 # %% auto #0
 __all__ = ['SHOWN', 'Callback', 'is_due', 'describe_step', 'ProgressLines', 'JsonlLogger', 'ImageStatistics',
-           'CheckpointCallback', 'start_tracker', 'TrackerLogger', 'experience_html', 'trainer_html', 'Dashboard',
-           'callbacks_or_default']
+           'CheckpointCallback', 'start_tracker', 'TrackerLogger', 'trainer_html', 'Dashboard', 'callbacks_or_default']
 
 # %% ../../nbs/5_training/14_callbacks.ipynb #n008
 import contextlib
@@ -23,7 +22,7 @@ import numpy as np
 from PIL import Image
 from tqdm import tqdm
 
-from ..data.basics import UserError, atomic_write, patch_to
+from ..data.basics import UserError, atomic_write
 from ..data.images import images_html
 from ..data.prompts import read_text
 from ..rewards.perception import image_numbers
@@ -285,24 +284,6 @@ class TrackerLogger(Callback):
         finally:
             threading.excepthook = self.hook
 
-# %% ../../nbs/5_training/14_callbacks.ipynb #c83b479
-def experience_html(
-    experience: Experience,
-    groups: int = 4,  # at most so many prompts, from the first on
-) -> str:
-    "Prompts as rows, the best eight images of each, with rewards and advantages."
-    from glm_grpo.training.figures import sample_blocks  # matplotlib, where it draws
-
-    rows = []
-    for prompt, row in sample_blocks(experience, groups, images=8):
-        rows.append(f"<div><div>{html.escape(prompt)}</div>{images_html(*zip(*row))}</div>")
-    return "".join(rows)
-
-
-@patch_to(Experience)
-def _repr_html_(self):
-    return f"<div>{html.escape(repr(self))}</div>{experience_html(self)}"
-
 # %% ../../nbs/5_training/14_callbacks.ipynb #c1fec42
 def trainer_html(
     trainer: "MinimalGRPOTrainer",  # noqa: F821
@@ -360,7 +341,7 @@ class Dashboard(ProgressLines):
         )
         shown += trainer_html(self.trainer)
         if self.trainer.last_experience:
-            shown += experience_html(self.trainer.last_experience, groups=2)
+            shown += self.trainer.last_experience.html(groups=2)
         return f"<div>{shown}</div>"
 
 
