@@ -58,7 +58,7 @@ class Rollout:
     "What one call of `generate_with_tracking` sampled: N rows, one image per row."
 
     prompts: list[str] = field(metadata=PER_ROW, repr=False)
-    image_tensors: Tensor | None = per_row(default=None)  # [N, 3, H, W] float32 in [0, 1], CPU
+    image_tensors: Tensor = per_row(default=None)  # [N, 3, H, W] float32 in [0, 1], CPU
     source_images: list | None = per_row(default=None)  # N lists of PIL images (image to image)
     token_ids: Tensor | None = per_row(default=None)  # [N, T] int64: preview, then large grid
     token_logprobs: Tensor | None = per_row(default=None)  # [N, T] float32, of scoring
@@ -144,8 +144,9 @@ class Samples:
     # [n, T] float32, under the weights that sampled; None: the update has them
     old_logprobs: Tensor | None = field(metadata=PER_ROW, repr=False)
     group_size: int  # adjacent samples of a prompt, which are compared
-    advantages: Tensor | None = per_row(default=None)  # [n], or [n, T] per decision
-    counted: Tensor | None = per_row(default=None)  # [n] bool; False: not in the mean of the loss
+    # both are set by `with_advantages`: [n], or [n, T] per decision
+    advantages: Tensor = per_row(default=None)
+    counted: Tensor = per_row(default=None)  # [n] bool; False: not in the mean of the loss
     # [n, T] float32, recorded while sampling where scoring computes old_logprobs again
     sampling_logprobs: Tensor | None = per_row(default=None)
     decisions: int | None = None  # T, where chunks hold fewer of them

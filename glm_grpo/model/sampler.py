@@ -109,7 +109,7 @@ class RolloutSampler:
         if self.score:  # after the images, so that a reward can score them meanwhile
             logprobs = self.model.compute_token_logprobs(samples, self.score_batch_size)
             logprobs = logprobs[self.names.sample_of_image]
-        return replace(rollout, token_logprobs=logprobs, image_tensors=self.images)
+        return replace(rollout, token_logprobs=logprobs, image_tensors=cast(Any, self.images))
 
     def sample_all_tokens(self) -> Rollout:  # S rows
         "Sample all token samples. Their images will share them."

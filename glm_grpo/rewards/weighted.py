@@ -222,6 +222,18 @@ class PendingRewards:
         self.kept: dict[int, Tensor] = {}  # row -> image, until those that want whole groups ask
         self.batches: list[tuple[list[int], dict[str, Future]]] = []  # rows, their answers
 
+    @classmethod
+    def of_batch(
+        cls,
+        reward: Callable,
+        batch: dict,  # prompts, perhaps target_images, source_images and metadata
+        group: int,  # images of each prompt
+        name: str | None = None,
+    ) -> "PendingRewards":
+        "The rewards of the images of a batch of prompts."
+        targets, sources = batch.get("target_images"), batch.get("source_images")
+        return cls(reward, batch["prompts"], targets, sources, batch.get("metadata"), group, name)
+
     def ask(self, names: list[str], rows: list[int], images: Tensor) -> None:
         "Let parts begin with these rows; a plain function is called."
         if not names:

@@ -212,13 +212,12 @@ def check_reward(
     """Try a reward on blank images of a dataset's first prompts. UserError: what does not fit,
     and the line of a prompt that it cannot read."""
     batch = collate([dataset[i] for i in range(min(4, len(dataset)))])
-    names = ("prompts", "target_images", "source_images", "metadata")
     for one in each_reward(reward).values():
         check_prompts_fit(one, dataset)
         try:
             times = 2 if getattr(one, "whole_groups", False) else 1
             blank = torch.full((times * len(batch["prompts"]), 3, height, width), 0.5)
-            PendingRewards(one, *map(batch.get, names), times).finish(blank)
+            PendingRewards.of_batch(one, batch, times).finish(blank)
         except RewardError as e:
             raise UserError(str(e)) from e
 

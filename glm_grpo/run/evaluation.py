@@ -71,12 +71,13 @@ def measure_prompts(
 ) -> tuple[dict[tuple[str, str], Tensor], dict[str, str]]:
     """Sample and score the prompts. (kind, name) -> [p, S], also of the images [p, S, 3, h, w]
     uint8, of at most SHOWN pixels; and metric -> UserError, where there was one."""
-    given = [batch.get(name) for name in ("prompts", "target_images", "source_images", "metadata")]
     failed = {}
     columns = []
     shape = len(batch["prompts"]), len(seeds)
-    judgings = [PendingRewards(reward, *given, shape[1]) for reward in rewards]
-    others = {name: PendingRewards(one, *given, shape[1], name) for name, one in metrics.items()}
+    judgings = [PendingRewards.of_batch(reward, batch, shape[1]) for reward in rewards]
+    others = {}
+    for name, metric in metrics.items():
+        others[name] = PendingRewards.of_batch(metric, batch, shape[1], name)
     for column, seed in enumerate(seeds):
 
         def on_images(at, sampled, column=column):
@@ -439,7 +440,7 @@ def compare(
     write_eval(out / "eval.json", before=before, after=after)
     save_figure(before_after_grid(before, after), out / "before_after.png")
     print("before ", describe_result(before, reward))
-    if after:
+    if after and checkpoint:
         trained = [name for name, weight in part_weights(reward).items() if weight]
         title = f"{baseline.name if baseline else 'Without'} against {checkpoint.name}"
         write_page(out / "page.html", before, after, trained=trained, title=title)

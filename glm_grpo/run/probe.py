@@ -137,9 +137,7 @@ def sample_trees(
     "The rewards of all images of the trees of the first prompts that differ."
     height, width = image_height_width(config)
     of_prompts: dict[str, list[Tensor]] = {}
-    different: dict[
-        Hashable, int
-    ] = {}  # a prompt that is repeated would have the same images again
+    different: dict[Hashable, int] = {}  # a repeated prompt would have the same images again
     for i, key in enumerate(dataset.keys()):
         different.setdefault(key, i)
     for i in tqdm([*different.values()][:num_prompts], desc="probe", unit="prompt", disable=None):
@@ -163,11 +161,8 @@ def sample_trees(
             score=False,
             options=config.rollout,
         )
-        given = [
-            batch.get(name) for name in ("prompts", "target_images", "source_images", "metadata")
-        ]
         for policy, one in each_reward(reward).items():
-            scores = PendingRewards(one, *given, len(rollout)).finish(rollout.image_tensors)
+            scores = PendingRewards.of_batch(one, batch, len(rollout)).finish(rollout.image_tensors)
             parts = scores.parts if len(scores.parts) > 1 else {}  # a sum of one part is that part
             for name, rewards in {"reward": scores.rewards, **parts}.items():
                 key = f"{policy}/{name}" if policy else name

@@ -17,13 +17,13 @@ import time
 import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from PIL import Image
 from tqdm import tqdm
 
 from ..data.basics import UserError, atomic_write
-from ..data.images import images_html
 from ..data.prompts import read_text
 from ..rewards.perception import image_numbers
 from .checkpoints import copy_checkpoint, keep_newest, tidy_checkpoints
@@ -33,18 +33,18 @@ from .experience import Experience
 class Callback:
     "Does something while a trainer trains."
 
-    def on_train_begin(self, trainer: "MinimalGRPOTrainer") -> None:  # noqa: F821
+    def on_train_begin(self, trainer: Any) -> None:
         "Before the first step."
 
     def on_step_end(
         self,
-        trainer: "MinimalGRPOTrainer",  # noqa: F821
+        trainer: Any,  # a `MinimalGRPOTrainer`
         metrics: dict[str, float],  # the step's line; later callbacks log what is added
         experience: Experience,  # the rollout of the step
     ) -> None:
         "After each step."
 
-    def on_train_end(self, trainer: "MinimalGRPOTrainer") -> None:  # noqa: F821
+    def on_train_end(self, trainer: Any) -> None:
         "At the end, also after an exception."
 
 # %% ../../nbs/5_training/14_callbacks.ipynb #c0cd184
@@ -62,7 +62,7 @@ SHOWN = {  # in metrics.jsonl -> name and form in a line of progress
 
 
 def describe_step(
-    trainer: "MinimalGRPOTrainer",  # noqa: F821  after a step
+    trainer: Any,  # a `MinimalGRPOTrainer` after a step
 ) -> str:
     """The last step's reward, its mean over the last ten steps with the difference from the ten
     before (fewer while there are fewer than twenty); each policy's gradient norm, ratio, clip
@@ -173,7 +173,7 @@ class CheckpointCallback(Callback):
     ):
         self.folder, self.every, self.keep, self.best = Path(folder), every, keep, best
         self.minutes, self.saved_at = minutes, time.monotonic()
-        self.saved = None  # the checkpoint of the last step, if there is one
+        self.saved: Path | None = None  # the checkpoint of the last step, if there is one
 
     def on_train_begin(self, trainer):
         if trainer.ranks.first:
@@ -202,7 +202,7 @@ class CheckpointCallback(Callback):
             is_best = trainer.ranks.gather(is_best)[0]
         if is_best and self.saved is None:
             trainer.save_checkpoint(path)
-        elif is_best and trainer.ranks.first:
+        elif is_best and self.saved and trainer.ranks.first:
             copy_checkpoint(self.saved, path)
 
 # %% ../../nbs/5_training/14_callbacks.ipynb #n027
@@ -210,7 +210,7 @@ def start_tracker(
     name: str,
     output_dir: Path,
     step: int,  # of the trainer
-) -> "GeneralTracker":  # noqa: F821
+) -> Any:  # a `GeneralTracker` of accelerate
     "accelerate's tracker of this name. UserError: it cannot start."
     from accelerate import Accelerator
 
@@ -286,7 +286,7 @@ class TrackerLogger(Callback):
 
 # %% ../../nbs/5_training/14_callbacks.ipynb #c1fec42
 def trainer_html(
-    trainer: "MinimalGRPOTrainer",  # noqa: F821
+    trainer: Any,  # a `MinimalGRPOTrainer`
 ) -> str:
     "Policies, step, the reward as a curve; the agreement, folded."
     from glm_grpo.training.figures import png_address, step_curves  # matplotlib, where it draws

@@ -24,7 +24,7 @@ from ..maths.advantages import equal_groups
 from ..maths.noise import SampleNames, request_names
 from ..rewards.calling import RewardError, reward_name
 from ..rewards.weighted import PendingRewards, Rewards, group_means
-from .experience import Experience, PeakMemory, compare_samples, join_scores
+from .experience import Experience, PeakMemory, compare_samples, join_rewards
 from .options import TrainerOptions
 from .ranks import Ranks
 
@@ -59,7 +59,7 @@ class Collector:
         "UserError: a policy has no reward, or one that cannot be called or that has no parts."
         self.model, self.options, self.ranks, self.rewards = model, options, ranks, {}
         for name in model.policies:
-            reward = reward_function
+            reward: Any = reward_function
             if isinstance(reward, dict):
                 reward = reward.get(name)
             if not callable(reward):
@@ -93,41 +93,40 @@ class Collector:
         batch: dict,  # prompts, target_images, perhaps source_images, metadata; see `as_batch`
         step: int,  # training step: part of the name of the noise
         # of sampling and scoring, if an update comes next; None: it needs the old log-probs
-        agreement: "Agreement | None" = None,  # noqa: F821
+        agreement: Any = None,  # an `Agreement`
     ) -> Experience:
         "Sample, compute rewards and advantages. UserError: the batch has no prompts."
         start, peak = time.perf_counter(), PeakMemory(self.device)
         batch, names = self.open_batch(batch, step)
-        fields = (batch[name] for name in ("prompts", "target_images", "source_images", "metadata"))
-        given = *fields, self.images_per_prompt
         different = dict.fromkeys(self.rewards.values())
-        judgings = [PendingRewards(reward, *given) for reward in different]
+        pending = [PendingRewards.of_batch(r, batch, self.images_per_prompt) for r in different]
         options = self.options.step
         one_update = options.updates_per_rollout == options.mini_batches == 1
         # one update computes them itself, once scoring is known to agree with sampling
         score = not one_update or agreement is None or bool(agreement.problem())
         score = score or self.options.rollout.dit_objective == "nft"  # the slow copy's velocities
 
-        def judge(rows, images):
-            for judging in judgings:
-                judging.add(rows, images)
+        def on_images(rows, images):
+            for one in pending:
+                one.add(rows, images)
 
-        def sample_and_judge():
-            rollout = self.sample(batch, names, judge, score)
+        def sample_and_reward():
+            rollout = self.sample(batch, names, on_images, score)
             sampled = time.perf_counter()
-            scores = [judging.finish(rollout.image_tensors) for judging in judgings]
+            rewards = [one.finish(rollout.image_tensors) for one in pending]
             if self.options.grpo.missing_scores == "stop":
-                for reward, found in zip(different, scores):
-                    require_scores(reward, found.rewards.isnan(), rollout.prompts)
-            return scores, time.perf_counter() - sampled
+                for reward, values in zip(different, rewards):
+                    require_scores(reward, values.rewards.isnan(), rollout.prompts)
+            return rewards, time.perf_counter() - sampled
 
-        told = self.ranks.agree(sample_and_judge)
-        of_rewards = zip(*(scores for scores, _ in told))  # per different reward: of all ranks
-        scores = dict(zip(different, map(join_scores, of_rewards)))
-        experience = self.compare(self.last_rollout, scores)
-        if self.options.grpo.entropy_share is not None:
-            self.keep_uncertain(experience)
-        waited = told[self.ranks.rank][1]
+        of_ranks = self.ranks.agree(sample_and_reward)
+        rewards = {}
+        for i, reward in enumerate(different):
+            rewards[reward] = join_rewards([of_rank[i] for of_rank, _ in of_ranks])
+        experience = self.compare(self.last_rollout, rewards)
+        if (share := self.options.grpo.entropy_share) is not None:
+            self.keep_uncertain(experience, share)
+        waited = of_ranks[self.ranks.rank][1]
         seconds = time.perf_counter() - start
         experience.seconds = {"rollout": seconds - waited, "reward": waited}
         experience.memory = {"rollout": peak.gigabytes()}
@@ -228,13 +227,17 @@ class Collector:
             prefix = f"{name}/" if len(scores) > 1 else ""
             for part, values in scores[reward].parts.items():
                 numbers[f"{prefix}reward/{part}"] = values.nanmean().item()
-        total = sum(s.rewards for s in scores.values())
+        total = torch.stack([s.rewards for s in scores.values()]).sum(0)
         known = total[~total.isnan()]
         numbers |= {"reward_mean": known.mean().item(), "reward_std": known.std().item()}
         return Experience(rollout, samples, of_all, ranks.own(total), numbers)
 
     @torch.no_grad()
-    def keep_uncertain(self, experience: Experience) -> None:
+    def keep_uncertain(
+        self,
+        experience: Experience,
+        share: float,  # of the decisions, above 0
+    ) -> None:
         """Give the advantage 0 to all decisions but the share with the largest entropy, of the
         samples of all ranks (arXiv 2506.01939). They still count in the mean. Without entropies:
         nothing."""
@@ -246,14 +249,14 @@ class Collector:
                 continue
             entropies = torch.cat(parts).cpu()
             of_all = torch.cat([part.flatten() for part in self.ranks.gather(entropies)])
-            kept = max(1, round(self.options.grpo.entropy_share * len(of_all)))
+            kept = max(1, round(share * len(of_all)))
             learns = entropies >= of_all.topk(kept).values[-1]
             advantages = samples.advantages.cpu()[:, None] * learns
             experience.samples[name] = samples.with_advantages(advantages, samples.counted)
 
 # %% ../../nbs/5_training/08_collector.ipynb #c2b8bf1
 @contextlib.contextmanager
-def unlearnt_batch_returns(trainer: "MinimalGRPOTrainer") -> Iterator[None]:  # noqa: F821
+def unlearnt_batch_returns(trainer: Any) -> Iterator[None]:
     "If this block fails before the update is done, its batch comes again."
     loader, step = trainer.train_dataloader, trainer.step
     place = getattr(loader, "state_dict", lambda: None)()
@@ -265,7 +268,7 @@ def unlearnt_batch_returns(trainer: "MinimalGRPOTrainer") -> Iterator[None]:  # 
 
 
 @contextlib.contextmanager
-def callbacks_running(trainer: "MinimalGRPOTrainer") -> Iterator[None]:  # noqa: F821
+def callbacks_running(trainer: Any) -> Iterator[None]:
     "Call `on_train_end` of each callback, also after an error in another one."
     for callback in trainer.callbacks:
         callback.on_train_begin(trainer)

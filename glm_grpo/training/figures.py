@@ -20,7 +20,6 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from ..data.basics import atomic_write
-from ..data.images import tensor_to_pil
 from .experience import Experience
 
 DPI = 200  # pixels per inch of all figures; they are shown at half this size
@@ -110,7 +109,8 @@ def step_curves(
     size = (8, 5 if shown else 3) if health else (5, 1.8)
     figure = ShownFigure(figsize=size, layout="constrained")
     rows = [["reward"] * max(1, len(shown)), shown]
-    axes = figure.subplot_mosaic([row for row in rows if row])
+    mosaic: list = [row for row in rows if row]
+    axes = figure.subplot_mosaic(mosaic)
     top, width = axes["reward"], max(1, len(lines) // 10)
     rewards = np.array([line["reward_mean"] for line in lines], dtype=float)
     means = [rewards[max(0, end - width) : end].mean() for end in range(1, len(lines) + 1)]
@@ -123,7 +123,7 @@ def step_curves(
         top.errorbar(at, held_out, errors, fmt="o", color="k", ms=4, lw=1, label="evaluated")
     top.set(xlabel="step", ylabel="mean reward")
     top.legend(fontsize=9, loc="lower left", bbox_to_anchor=(0, 1), ncols=4, frameon=False)
-    top.xaxis.get_major_locator().set_params(integer=True)
+    top.locator_params(axis="x", integer=True)
     for name in shown:
         for policy in ("", "ar/", "dit/"):
             if policy + name in lines[0]:

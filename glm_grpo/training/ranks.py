@@ -194,7 +194,7 @@ class Ranks:
             return
         from torch.distributed.device_mesh import init_device_mesh
 
-        kind = torch.device(self.device).type
+        kind = torch.device(self.device or "cpu").type
         self.shards = model.shard(init_device_mesh(kind, (self.world,)))
 
     def unshard(

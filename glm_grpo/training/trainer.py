@@ -13,14 +13,14 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from ..data.basics import UserError
 from ..data.loader import batches_per_pass, endless_batches
-from ..data.rollout import Policy, Samples
+from ..data.rollout import Samples
 from ..maths.loss import compute_grpo_loss
 from . import checkpoints
 from .agreement import Agreement, agreement_of, require_agreement
@@ -129,14 +129,14 @@ class Learner:
         "The gradients of an optimizer step, summed over ranks and clipped -> metrics by policy."
         self.optimizer.zero_grad()
         self.ranks.unshard(learning=True)
-        metrics = {}
+        totals = {}
         for name, batch in minibatch.items():
             with self.optimizer.accumulating():
                 tally = self.accumulate(name, batch)
-            metrics[name] = tally.total(self.optimizer.device)
-            self.ranks.sum_gradients(self.optimizer.stepped_of(name), metrics[name]["loss"])
-            metrics[name]["grad_norm"] = full_tensor(self.optimizer.clip(name))
-        metrics = to_floats(metrics)  # the only place that waits for the device
+            totals[name] = tally.total(self.optimizer.device)
+            self.ranks.sum_gradients(self.optimizer.stepped_of(name), totals[name]["loss"])
+            totals[name]["grad_norm"] = full_tensor(self.optimizer.clip(name))
+        metrics = to_floats(totals)  # the only place that waits for the device
         for name, batch in minibatch.items():
             metrics[name]["samples"] = len(batch.samples)
         return metrics
@@ -159,18 +159,18 @@ class Learner:
                 chunk = replace(chunk, old_logprobs=new.detach())
             extra = more.pop("metrics", {})
             options = loss_options(name, grpo) | loss_counts(batch, chunk) | more
-            scored = new, chunk.old_logprobs, chunk.advantages
-            loss, metrics = self.losses[name](*scored, as_tensors=True, **options)
+            old, advantages = cast(Tensor, chunk.old_logprobs), chunk.advantages
+            loss, metrics = self.losses[name](new, old, advantages, as_tensors=True, **options)
             (learns * loss).backward()
             numbers = metrics | extra | {"loss": loss.detach()}
             numbers = {k: torch.as_tensor(v, device=new.device) for k, v in numbers.items()}
             tally.add(i, chunk, new, numbers)
         for _ in range(passes - len(chunks)):  # another rank has more
-            one = self.last_experience.samples[name].rows(slice(0, 1))
+            one = cast(Experience, self.last_experience).samples[name].rows(slice(0, 1))
             (0 * policy.score(next(iter(policy.chunks(one)))).sum()).backward()
         return tally
 
-    def score(self, policy: Policy, chunk: Samples, beta: float) -> tuple[Tensor, dict]:
+    def score(self, policy: Any, chunk: Samples, beta: float) -> tuple[Tensor, dict]:
         "New log-probs, and the arguments of the loss that keep the policy near others."
         grpo, reference = self.options.grpo, self.model.reference if beta else None
         if policy.name == "dit" and self.options.dit_is_pulled:
@@ -292,7 +292,7 @@ class MinimalGRPOTrainer(Learner):
         batch = {"prompts": prompts, "source_images": source_images}
         rollout = self.collector.sample(*self.collector.open_batch(batch, self.step))
         samples = next(iter(self.policies.values())).samples(rollout, self.images_per_prompt)
-        return rollout.image_tensors, samples.old_logprobs, rollout.token_ids
+        return rollout.image_tensors, samples.old_logprobs, cast(Tensor, rollout.token_ids)
 
     def save_checkpoint(self, path: str | Path) -> None:
         """Weights, optimizer, step and place in the data, in one folder that appears at once.
