@@ -26,15 +26,9 @@ TREES = {p: ast.parse(text) for p, text in TEXTS.items() if p.name != "_modidx.p
 
 
 def imported_modules(tree, here, is_package=False):
-    """Modules of ours, and names in them, that a tree imports, at its top or inside a function;
-    not under TYPE_CHECKING, for types alone."""
+    "Modules of ours, and names in them, that a tree imports, at its top or inside a function."
     found, parts = set(), here.split(".")
-    for_types = [node for node in tree.body if getattr(node, "test", None)]
-    for_types = [node for node in for_types if ast.unparse(node.test) == "TYPE_CHECKING"]
-    unused = {inner for node in for_types for inner in ast.walk(node)}  # when the program runs
     for node in ast.walk(tree):
-        if node in unused:
-            continue
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         if isinstance(node, ast.ImportFrom):

@@ -18,7 +18,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,9 +26,6 @@ from torch import Tensor
 from ..data.basics import UserError, atomic_dir, list_options, option_value
 from .optimizer import PolicyOptimizer
 from .options import TrainerOptions
-
-if TYPE_CHECKING:
-    from glm_grpo.training.trainer import MinimalGRPOTrainer
 
 # %% ../../nbs/5_training/12_checkpoints.ipynb #n011
 def differences(
@@ -43,7 +40,7 @@ def differences(
     return found
 
 # %% ../../nbs/5_training/12_checkpoints.ipynb #n014
-def make_note(trainer: "MinimalGRPOTrainer") -> dict[str, Any]:
+def make_note(trainer: Any) -> dict[str, Any]:
     "trainer.json: the model that wrote a checkpoint, its step, options and place in the data."
     names = {name.rpartition(".")[2]: name for name in list_options(TrainerOptions)}
     options = {name: option_value(trainer.options, full) for name, full in names.items()}
@@ -128,7 +125,7 @@ def set_newer_aside(
 
 def write_checkpoint(
     path: str | Path,
-    trainer: "MinimalGRPOTrainer",
+    trainer: Any,  # a `MinimalGRPOTrainer`
     adamw: dict,  # AdamW's state, with full tensors
     masters: Sequence[Tensor],  # full float32 copies of the weights, or []
     **weights: dict,  # of a model that is sharded: weights=half -> full state dict
@@ -171,7 +168,7 @@ def write_checkpoint(
 
 def save_checkpoint(
     path: str | Path,
-    trainer: "MinimalGRPOTrainer",
+    trainer: Any,  # a `MinimalGRPOTrainer`
 ) -> None:
     """Save weights, AdamW's state, step and place in the data. If the weights are sharded, all
     ranks must call it. UserError as `write_checkpoint`."""
@@ -243,7 +240,7 @@ def read_state(
 # %% ../../nbs/5_training/12_checkpoints.ipynb #n029
 def load_checkpoint(
     path: str | Path,  # of `save_checkpoint`
-    trainer: "MinimalGRPOTrainer",
+    trainer: Any,  # a `MinimalGRPOTrainer`
 ) -> None:
     """Continue from a checkpoint. UserError, before anything is changed: it is missing or broken,
     or has another model, optimizer, number of prompts, batch size or seed. Other options cause a
@@ -392,7 +389,7 @@ def copy_checkpoint(source: Path, target: Path) -> None:
 
 # %% ../../nbs/5_training/12_checkpoints.ipynb #r002
 def rescue_steps(
-    trainer: "MinimalGRPOTrainer",
+    trainer: Any,  # a `MinimalGRPOTrainer`
     out: Path,
     again: Callable[[Path], str],  # checkpoint -> the command that resumes from it
 ) -> str:
