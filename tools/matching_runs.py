@@ -6,7 +6,7 @@ Each run is one command, which is printed. It goes to FOLDER/NAME_RATE_SEED; a f
 repeated. At the end the finished runs of FOLDER are written to data/matching_runs, next to those
 of other folders: evaluations.jsonl has a line per evaluation, grad_norms.json the gradient norm of
 each step. The steps of each kind are as many as take about equal CPU time; the runs of guidance 1
-are shorter, and seed 0 of `matching` ran 64 steps. 6_run/20_results has the rates and seeds.
+are shorter, and seed 0 of `matching` ran 64 steps. 1_maths/05_matching has the rates and seeds.
 """
 
 import argparse
