@@ -30,7 +30,6 @@ config.read(here / "settings.ini", encoding="utf-8")
 cfg = config["DEFAULT"]
 readme = here / "README.md"
 rewards = cfg["rewards_requirements"].split()
-serve = cfg["serve_requirements"].split()
 
 setup(
     name=cfg["lib_name"],
@@ -49,11 +48,10 @@ setup(
     cmdclass={"build_py": BuildWithData},
     extras_require={
         "rewards": rewards,
-        "serve": serve,
         "datasets": cfg["datasets_requirements"].split(),
         "8bit": cfg["eight_bit_requirements"].split(),
         "docs": cfg["docs_requirements"].split(),
-        "dev": cfg["dev_requirements"].split() + rewards + serve,
+        "dev": cfg["dev_requirements"].split() + rewards,
     },
     zip_safe=False,
 )

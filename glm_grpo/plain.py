@@ -8,6 +8,9 @@ __all__ = ['Recipe', 'load_model', 'read_prompt', 'TokenSample', 'sample_tokens'
            'score_denoising', 'train_denoising']
 
 # %% ../nbs/01_the_plain_way.ipynb #p03
+# diffusers adds the parts of a pipeline at run time, where no type checker sees them:
+# mypy: disable-error-code="attr-defined"
+
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -3,16 +3,42 @@
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: one thread is faster here
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # a second one does not wait in a loop
 
 import pytest
 import torch
-from helpers import GREEN, PROMPTS, ROOT, write_images
+from helpers import ROOT, make_folder
+
+from glm_grpo.run import plan
 
 
 def pytest_addoption(parser):
     parser.addoption(
         "--kills", type=int, default=3, help="how often tests/test_kill.py kills a run"
     )
+
+
+LONG = [
+    "second_device",
+    "ranks",
+    "cli",
+    "matching",
+    "odd_rewards",
+    "faults",
+    "model",
+    "kill",
+    "tiny",
+]
+
+
+def pytest_configure(config):
+    config.option.loadscopereorder = False  # xdist would put files with few tests last
+
+
+def pytest_collection_modifyitems(items):
+    "Files that take long come first, so that all workers end at about the same time."
+    place = {f"test_{name}": i for i, name in enumerate(LONG)}
+    items.sort(key=lambda item: place.get(item.path.stem, len(place)))
 
 
 @pytest.fixture
@@ -23,11 +49,22 @@ def at_root(monkeypatch):
 
 @pytest.fixture
 def folder(tmp_path):
-    "Prompts with target images, and a reward that can score any image."
-    (tmp_path / "prompts.txt").write_text("\n".join(PROMPTS) + "\n")
-    (tmp_path / "green.py").write_text(GREEN)
-    write_images(tmp_path / "target_images", [(40 * i, 90, 60) for i in range(len(PROMPTS))])
-    return tmp_path
+    return make_folder(tmp_path)
+
+
+COUNTED = {}  # half, sizes and adapter -> number of trained parameters
+
+
+@pytest.fixture
+def counted_once(monkeypatch):
+    "Adapters of the published sizes are built (without memory) once, not for each estimate."
+    count = plan.count_trained
+
+    def counted(config, layout):
+        key = repr((config.model, [layout[half]["config"] for half in ("ar", "dit")]))
+        return COUNTED.get(key) or COUNTED.setdefault(key, count(config, layout))
+
+    monkeypatch.setattr(plan, "count_trained", counted)
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import shutil
 from pathlib import Path
 
 import torch
@@ -43,10 +44,29 @@ def evaluate_main(*words):
     return main([str(word) for word in words])
 
 
-def small(folder, *words):
+def make_folder(folder):
+    "Prompts with sources and targets, and a reward that can score any image."
+    (folder / "prompts.txt").write_text("\n".join(PROMPTS) + "\n")
+    (folder / "green.py").write_text(GREEN)
+    numbers = range(len(PROMPTS))
+    write_images(folder / "source_images", [(200, 40 * i, 60) for i in numbers])
+    write_images(folder / "target_images", [(40 * i, 90, 60) for i in numbers])
+    return folder
+
+
+def without_images(folder):
+    "The same folder for prompts of any number and text."
+    for name in ("source_images", "target_images"):
+        shutil.rmtree(folder / name)
+    return folder
+
+
+def small(folder, *words, mode=None):
     """Options of the smallest run: one prompt, two images of 64 pixels. It is hot: otherwise both
-    images would be the same and teach nothing."""
+    images would be the same and teach nothing. Where the folder has source images they are edited:
+    an edit has no preview, so sampling takes 4 steps and not 260."""
     options = {
+        "--mode": mode or ("i2i" if (folder / "source_images").exists() else "t2i"),
         "--data.prompts_file": folder / "prompts.txt",
         "--data.image_size": 64,
         "--training.batch_size": 1,

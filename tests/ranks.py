@@ -1,7 +1,9 @@
 """Ranks on this machine: processes that start as quickly as a fork does."""
 
+import contextlib
 import multiprocessing
 import os
+import runpy
 import socket
 import subprocess
 import sys
@@ -19,7 +21,8 @@ def free_port():
 
 
 def _be_a_rank(log, variables, function, arguments):
-    os.environ.update(variables)
+    for name, value in variables.items():
+        os.environ.pop(name, None) if value is None else os.environ.update({name: str(value)})
     os.chdir(ROOT)
     with open(log, "wb", buffering=0) as f:
         os.dup2(f.fileno(), 1)
@@ -27,7 +30,7 @@ def _be_a_rank(log, variables, function, arguments):
     sys.exit(function(*arguments))
 
 
-def _join(processes, seconds, grace=30):
+def _join(processes, seconds, grace):
     """Wait for all. After the first that fails, the others have `grace` seconds left: a rank may
     wait for it for hours."""
     end = time.monotonic() + seconds
@@ -43,24 +46,44 @@ def _join(processes, seconds, grace=30):
         process.join()
 
 
-def on_ranks(world, folder, function, *arguments, seconds=300, **variables):
-    """Call a function on `world` ranks, as a launcher starts them -> (status, what it printed) of
-    each. They are forked from a server that has imported the package."""
+def start(log, variables, function, arguments):
+    """Call a function in a process that is forked from a server, which has imported the package.
+    The environment variables that are None are unset; what is printed goes to `log`."""
     fork = multiprocessing.get_context("forkserver")
-    fork.set_forkserver_preload(["glm_grpo.run.train"])
+    fork.set_forkserver_preload(["preloaded"])
+    process = fork.Process(target=_be_a_rank, args=(log, variables, function, arguments))
+    with contextlib.chdir(ROOT / "tests"):  # the server finds `preloaded` there
+        process.start()
+    return process
+
+
+def on_ranks(world, folder, function, *arguments, seconds=300, grace=30, **variables):
+    """Call a function on `world` ranks, as a launcher starts them -> (status, what it printed) of
+    each."""
     own = {"WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1"}
     own |= {"MASTER_PORT": free_port(), **variables}
     logs = [Path(folder, f"rank_{rank}.log") for rank in range(world)]
     processes = []
     for rank, log in enumerate(logs):
-        mine = {
-            name: str(value) for name, value in {**own, "RANK": rank, "LOCAL_RANK": rank}.items()
-        }
-        processes.append(fork.Process(target=_be_a_rank, args=(log, mine, function, arguments)))
-    for process in processes:
-        process.start()
-    _join(processes, seconds)
+        mine = {"RANK": rank, "LOCAL_RANK": rank, **own}
+        processes.append(start(log, mine, function, arguments))
+    _join(processes, seconds, grace)
     return [(p.exitcode, log.read_text()) for p, log in zip(processes, logs)]
+
+
+def as_program(module, *words):
+    "`python -m MODULE WORDS`, in a session of its own; Ctrl+C goes to all processes of a session."
+    os.setsid()
+    sys.argv = [module, *map(str, words)]
+    runpy.run_module(module, run_name="__main__")
+
+
+def in_a_process(folder, function, *arguments, seconds=300, **variables):
+    "The same -> (exit status, what it printed)."
+    log = Path(folder, "process.log")
+    process = start(log, variables, function, arguments)
+    _join([process], seconds, 0)
+    return process.exitcode, log.read_text()
 
 
 def torchrun(*words):

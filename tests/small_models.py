@@ -1,19 +1,10 @@
 "Folders of small judges with random weights, in the layout of the published ones."
 
 from tokenizers import Tokenizer, models
-from transformers import (
-    CLIPConfig,
-    CLIPImageProcessorPil,
-    CLIPModel,
-    CLIPProcessor,
-    LlavaConfig,
-    LlavaForConditionalGeneration,
-    LlavaProcessor,
-    Mask2FormerConfig,
-    Mask2FormerForUniversalSegmentation,
-    PreTrainedTokenizerFast,
-    SwinConfig,
-)
+from transformers import CLIPConfig, CLIPImageProcessorPil, CLIPModel, CLIPProcessor, LlavaConfig
+from transformers import LlavaForConditionalGeneration, LlavaProcessor, Mask2FormerConfig
+from transformers import Mask2FormerForUniversalSegmentation, PreTrainedTokenizerFast, SwinConfig
+
 from transformers.models.mask2former.image_processing_pil_mask2former import (
     Mask2FormerImageProcessorPil,
 )

@@ -45,7 +45,7 @@ class Sampled:
             rows = slice(start, start + size)
             new = [policy.score(chunk) for chunk in policy.chunks(samples.rows(rows))]
             gaps.append(torch.cat(new, 1) - own.old_logprobs[rows])
-        numbers = {k: v.item() for k, v in gap_numbers(torch.cat(gaps), "gap").items()}
+        numbers = {k: v.item() for k, v in gap_numbers(torch.cat(gaps), "old_new_gap").items()}
         gap = old_new_gap(numbers, name, self.dtype, clip=0.2)
         return Agreement({name: gap}, self.dtype, size)
 

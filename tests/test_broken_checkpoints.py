@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 import torch
-from helpers import GREEN, PROMPTS, ROOT, main, small, told
+from helpers import ROOT, main, make_folder, small, told
 from safetensors.torch import load_file, save, save_file
 
 from glm_grpo import GLMImageWrapper
@@ -17,7 +17,8 @@ from glm_grpo.model.loading import check_model_folder
 from glm_grpo.run.train import read_metrics
 from glm_grpo.run.evaluation import PeriodicEvaluation
 from glm_grpo.training.callbacks import JsonlLogger
-from glm_grpo.training.toy import ICONS, ToyPainter, icon_images, nearness
+from glm_grpo.toy import ICONS, ToyPainter, icon_images, nearness
+from glm_grpo.training.checkpoints import read_note
 from glm_grpo.training.trainer import MinimalGRPOTrainer
 
 TINY = ROOT / "data/tiny-glm-image"
@@ -80,6 +81,7 @@ def test_a_broken_note(checkpoint):
         *[("data", "two"), ("data", {}), ("data", note["data"] | {"batches": None})],
         *[("step", True), ("step", -1), ("bad_steps", 0.5), ("data", [1]), ("written", "now")],
         *[("made_by", note["made_by"] | {"trains": t}) for t in (3, "LoRA x", "LoRA [1]")],
+        *[("made_by", note["made_by"] | {"lora": lora}) for lora in (3, "rank 16", [1])],
         ("data", note["data"] | {"batches": -1}),
     ]:
         contents.append(json.dumps({**note, key: value}).encode())
@@ -87,6 +89,26 @@ def test_a_broken_note(checkpoint):
     for content in contents:
         file.write_bytes(content)
         assert "trainer.json: " in refused(checkpoint), content
+
+
+@pytest.mark.parametrize(
+    ("trains", "lora"), [("all weights", None), ('LoRA {"rank": 4}', {"rank": 4})]
+)
+def test_a_note_of_an_older_version_is_read(checkpoint, trains, lora):
+    "It wrote the adapter's options as text."
+    file = checkpoint / "trainer.json"
+    note = json.loads(file.read_text())
+    del note["made_by"]["lora"]
+    note["made_by"]["trains"] = trains
+    file.write_text(json.dumps(note))
+    made_by = read_note(checkpoint)["made_by"]
+    assert made_by["lora"] == lora and "trains" not in made_by
+    trainer = toy_trainer()
+    if lora:
+        assert f"lora: {lora} in the checkpoint" in refusal(trainer.load_checkpoint, checkpoint)
+        return
+    trainer.load_checkpoint(checkpoint)  # the toy has no adapter: it goes on
+    assert trainer.step == note["step"] > 0
 
 
 def test_a_broken_optimizer(checkpoint):
@@ -218,9 +240,7 @@ def test_a_broken_history_is_named(tmp_path):
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     "A run of one step."
-    folder = tmp_path_factory.mktemp("run")
-    (folder / "prompts.txt").write_text("\n".join(PROMPTS) + "\n")
-    (folder / "green.py").write_text(GREEN)
+    folder = make_folder(tmp_path_factory.mktemp("run"))
     options = small(folder, "--model.name", TINY, "--output_dir", folder / "run")
     assert main(*options, "--num_steps", 1) == 0
     return folder

@@ -76,8 +76,7 @@ def wait(browser, condition, what, seconds=60):
 
 IMPORTS = """
 from ipywidgets import interactive
-from glm_grpo.training.figures import sample_blocks
-from glm_grpo.training.toy import ToyPainter, icon_images, nearness
+from glm_grpo.toy import ToyPainter, icon_images, nearness
 from glm_grpo.training.trainer import MinimalGRPOTrainer
 """
 WIDGETS = [
@@ -87,7 +86,7 @@ toy = ToyPainter(["a red heart"])
 batch = {"prompts": ["a red heart"], "target_images": icon_images(["a red heart"])}
 trainer = MinimalGRPOTrainer(toy, [batch], nearness, height=32, width=32, callbacks=())
 trainer.train(num_steps=1)
-images = [image for image, _ in sample_blocks(trainer.last_experience)[0][1]]
+images = [image for image, _ in trainer.last_experience.blocks()[0][1]]
 show = lambda sample: display(images[sample])
 interactive(show, sample=(0, 3))
 """,

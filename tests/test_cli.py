@@ -1,12 +1,12 @@
 """The command line as a process sees it: mistakes, signals, stopping and going on. What one
 notebook can show is tested there."""
 
+import importlib
+import os
 import re
 import shlex
 import shutil
 import signal
-import subprocess
-import sys
 import time
 import typing
 from pathlib import Path
@@ -31,12 +31,22 @@ from helpers import (
     small,
     step_of,
     steps,
+    without_images,
     without_seconds,
-    write_images,
 )
+from ranks import start
 
+from glm_grpo.__main__ import PROGRAMS
+from glm_grpo.__main__ import main as list_programs
 from glm_grpo.data.basics import list_options
-from glm_grpo.run.command_line import OPTIONS, SHORT, Words, parse_args
+from glm_grpo.run.command_line import (
+    OPTIONS,
+    SHORT,
+    TrainOptions,
+    load_options,
+    parse_args,
+    read_words,
+)
 from glm_grpo.run.config import Config, check_config, to_yaml
 from glm_grpo.run.plan import read_machine
 from glm_grpo.training.optimizer import make_adamw
@@ -49,7 +59,10 @@ MINE = "--data.prompts_file FOLDER/prompts.txt"
 MISTAKES = {
     "torn YAML": ("--config FOLDER/torn.yaml", "torn.yaml, line 2"),
     "an alias to itself": ("--config FOLDER/alias.yaml", "alias.yaml"),
-    "i2i without sources": (f"--mode i2i {MINE}", "source images"),
+    "i2i without sources": (
+        "--mode i2i --data.prompts_file FOLDER/free/prompts.txt",
+        "source images",
+    ),
     "weights that are missing": ("--reward.metrics.clip 1", "reward.models.clip"),
     "no such weights": ("--reward.metrics.clip 1 --reward.models.clip FOLDER/none", "none"),
     "a server that is not there": (
@@ -133,12 +146,12 @@ def test_help_shows_the_options_to_start_with(capsys):
     text = capsys.readouterr().out
     named = re.findall(r"^  --(\S+)", text, re.MULTILINE)
     assert 10 <= len(named) <= 12 and {*named} <= {*OPTIONS, *SHORT, "config"}
-    assert "--help all" in text and text.count("\n") < 35
+    assert "--help all" in text and text.count("\n") < 42
     examples = re.findall(r"^  python -m glm_grpo.train (.*)$", text, re.MULTILINE)
     for example in examples:
-        words = Words(shlex.split(example))
-        words.take("resume")  # a run that is not there
-        check_config(parse_args(words))
+        typed = read_words(shlex.split(example), TrainOptions)
+        typed.pop("resume", None)  # a run that is not there
+        check_config(load_options(typed))
     assert len(examples) == 3
 
 
@@ -152,6 +165,28 @@ def test_help_all_describes_every_option(capsys):
             choices = typing.get_args(kind) if typing.get_origin(kind) is typing.Literal else ()
             assert all(choice in option.metadata["help"] for choice in choices), name
     assert all(f"--{short}" in text for short in SHORT)
+
+
+def test_the_package_lists_its_programs_and_each_describes_itself(capsys):
+    "One line for each file that runs; `python -m glm_grpo train` is told how it is written."
+    guard = 'if __name__ == "__main__"'
+    files = [path for path in (ROOT / "glm_grpo").glob("**/*.py") if guard in path.read_text()]
+    names = {path.stem if path.stem != "__main__" else path.parent.name for path in files}
+    assert {*PROGRAMS} == names - {"glm_grpo"}
+    assert list_programs([]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[2] for line in lines[: len(names) - 1]] == [
+        f"glm_grpo.{n}" for n in PROGRAMS
+    ]
+    assert list_programs(["train", "--num_steps", "3"]) == 2
+    assert "write python -m glm_grpo.train" in capsys.readouterr().err
+    for name in PROGRAMS:
+        module = "bench.program" if name == "bench" else name
+        assert importlib.import_module(f"glm_grpo.{module}").main(["--help"]) == 0
+        text = capsys.readouterr().out
+        assert text.startswith(f"usage: python -m glm_grpo.{name} ") and "(default: " in text
+        assert importlib.import_module(f"glm_grpo.{module}").main(["--outputdir", "x"]) == 2
+        assert "--outputdir: no such option." in capsys.readouterr().err
 
 
 def test_print_config_can_be_read_again(capsys, tmp_path):
@@ -204,8 +239,8 @@ def test_dry_run_counts_and_leaves_nothing(folder, capsys):
 
 def test_run_and_dry_run_tell_of_apostrophes_that_are_drawn_as_quotes(folder, tmp_path, capsys):
     lines = ["the cat's bed and the dog's ball", "the cat's bed", "a sign that says 'OPEN'"]
-    (tmp_path / "prompts.txt").write_text("\n".join(lines))
-    words = small(folder, "--data.prompts_file", tmp_path / "prompts.txt", "--num_steps", 1)
+    (folder / "prompts.txt").write_text("\n".join(lines))
+    words = small(without_images(folder), "--num_steps", 1)
     for dry in (["--dry_run"], ["--output_dir", tmp_path / "run"]):
         assert main(*words, *dry) == 0
         (note,) = (line for line in capsys.readouterr().out.splitlines() if "apostroph" in line)
@@ -215,8 +250,9 @@ def test_run_and_dry_run_tell_of_apostrophes_that_are_drawn_as_quotes(folder, tm
     assert note in capsys.readouterr().out
 
 
-def test_a_dry_run_plans_for_the_machine_of_a_recipe(capsys):
-    words = ["--dry_run", "--config", "configs/real_ar_8gpu.yaml", "--training.machine"]
+def test_a_dry_run_plans_for_the_machine_of_a_recipe(folder, capsys):
+    words = ["--data.prompts_file", without_images(folder) / "prompts.txt"]  # nothing to resize
+    words += ["--dry_run", "--config", "configs/real_ar_8gpu.yaml", "--training.machine"]
     assert main(*words[:-1]) == 0
     assert "on each of 8 x H100" in capsys.readouterr().out
     for machine, says in (
@@ -228,13 +264,6 @@ def test_a_dry_run_plans_for_the_machine_of_a_recipe(capsys):
         assert says in capsys.readouterr().err
 
 
-@pytest.fixture
-def edits(folder):
-    "The same with source images: an edit has no preview, so a sample takes 4 steps and not 260."
-    write_images(folder / "source_images", [(200, 40 * i, 60) for i in range(len(PROMPTS))])
-    return folder
-
-
 def evaluations(run):
     "The rewards that training wrote, and those of `glm_grpo.evaluate` for the same checkpoint."
     assert evaluate_main("--trust_run_code", "--checkpoint", run) == 0
@@ -242,14 +271,14 @@ def evaluations(run):
     return rewards_of(read_json(run / "eval.json")), rewards_of(read_json(again))
 
 
-def test_averages_are_what_is_evaluated(edits):
+def test_averages_are_what_is_evaluated(folder):
     words = ["--num_steps", 2, "--training.ema_decay", 0.5, "--training.learning_rate", 0.01]
-    words += ["--training.eval_samples", 1, "--mode", "i2i", "--output_dir", edits / "run"]
-    assert main(*small(edits, *words)) == 0
-    weights = load_weights(edits / "run/checkpoints/checkpoint_final")
+    words += ["--training.eval_samples", 1, "--output_dir", folder / "run"]
+    assert main(*small(folder, *words)) == 0
+    weights = load_weights(folder / "run/checkpoints/checkpoint_final")
     own, mean = weights["adapter_model.safetensors"], weights["ema/adapter_model.safetensors"]
     assert not same_tensors(own, mean)
-    written, again = evaluations(edits / "run")
+    written, again = evaluations(folder / "run")
     assert written == again
 
 
@@ -282,19 +311,18 @@ NEEDS_8BIT = "pip install 'glm_grpo[8bit]'"
     ],
 )
 def test_stop_and_go_on_is_the_straight_run_bit_for_bit(
-    edits, component, lora, options, weight_files
+    folder, component, lora, options, weight_files
 ):
     """2 of 4 steps, in the middle of the second epoch of 3 prompts, resume, 2 steps == 4 steps:
     metrics (with the rate, which falls) and all weights. LoRA of dit and both: below, in each
     mode."""
     if options is EIGHT_BIT:
         pytest.importorskip("bitsandbytes", reason=NEEDS_8BIT)
-    straight, halves = edits / "straight", edits / "halves"
+    straight, halves = folder / "straight", folder / "halves"
     words = ["--num_steps", 4, "--training.save_interval", 2, "--model.component", component]
-    words += ["--mode", "t2i" if options is RICH else "i2i"]
     words += ["--model.lora", str(lora).lower(), "--rollout.num_inference_steps", 2]
     words += [word for pair in options.items() for word in pair]
-    assert main(*small(edits, *words, "--output_dir", straight)) == 0
+    assert main(*small(folder, *words, "--output_dir", straight)) == 0
     shutil.copytree(straight, halves)
     for name in ("checkpoint_final", "checkpoint_step_4"):
         shutil.rmtree(halves / "checkpoints" / name)
@@ -310,20 +338,20 @@ def test_stop_and_go_on_is_the_straight_run_bit_for_bit(
         assert tensors.keys() == earlier[name].keys()
         changed = [k for k in tensors if not torch.equal(tensors[k], earlier[name][k])]
         assert changed, "nothing was learnt, so nothing was tested"
-    assert not [p for p in files(edits) if p.name.startswith(".") or p.suffix == ".part"]
+    assert not [p for p in files(folder) if p.name.startswith(".") or p.suffix == ".part"]
 
 
-def test_the_newest_the_last_few_and_the_best_checkpoint_stay(edits, capsys):
-    run = edits / "run"
+def test_the_newest_the_last_few_and_the_best_checkpoint_stay(folder, capsys):
+    run = folder / "run"
     checkpoints = run / "checkpoints"
     words = ["--num_steps", 4, "--training.save_interval", 1, "--training.keep_checkpoints", 2]
-    words += ["--training.eval_interval", 1, "--training.eval_samples", 1, "--mode", "i2i"]
+    words += ["--training.eval_interval", 1, "--training.eval_samples", 1]
     words += ["--training.learning_rate", 0.02]
 
     def names():
         return sorted(path.name for path in checkpoints.iterdir())
 
-    assert main(*small(edits, *words, "--output_dir", run)) == 0
+    assert main(*small(folder, *words, "--output_dir", run)) == 0
     history = read_jsonl(run / "eval_history.jsonl")[1:]
     best = max(history, key=lambda line: line["reward_mean"])["step"]
     newest = ["checkpoint_step_3", "checkpoint_step_4"]
@@ -356,9 +384,9 @@ def test_adamw_in_8_bits_is_nearly_adamw():
     assert little < large / 3.5
 
 
-def test_resume_refuses_another_model_and_says_what_differs(edits, capsys):
-    run = edits / "run"
-    assert main(*small(edits, "--mode", "i2i", "--num_steps", 1, "--output_dir", run)) == 0
+def test_resume_refuses_another_model_and_says_what_differs(folder, capsys):
+    run = folder / "run"
+    assert main(*small(folder, "--num_steps", 1, "--output_dir", run)) == 0
     capsys.readouterr()
     before = contents(run)
     for words, says in (
@@ -373,27 +401,20 @@ def test_resume_refuses_another_model_and_says_what_differs(edits, capsys):
     assert contents(run) == before
 
 
-def test_ctrl_c_saves_and_resume_goes_on(edits):
-    run = edits / "run"
-    words = small(edits, "--mode", "i2i", "--num_steps", 5000, "--output_dir", run)
-    process = subprocess.Popen(
-        [sys.executable, "-m", "glm_grpo.train", *words],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+def test_ctrl_c_saves_and_resume_goes_on(folder):
+    run, log = folder / "run", folder / "log"
+    process = start(log, {}, main, small(folder, "--num_steps", 5000, "--output_dir", run))
     limit = time.monotonic() + 300
     try:
         while not (run / "metrics.jsonl").exists() or len(steps(run)) < 2:
-            assert process.poll() is None, process.stdout.read()
-            assert time.monotonic() < limit, "too slow"
+            assert process.is_alive() and time.monotonic() < limit, log.read_text()
             time.sleep(0.05)
-        process.send_signal(signal.SIGINT)
-        text = process.communicate(timeout=60)[0]
+        os.kill(process.pid, signal.SIGINT)
+        process.join(60)
     finally:
         process.kill()
-    saved = run / "checkpoints" / "checkpoint_interrupt"
-    assert process.returncode == 130
+    saved, text = run / "checkpoints" / "checkpoint_interrupt", log.read_text()
+    assert process.exitcode == 130
     assert "Traceback" not in text and f"--resume {saved}" in text
     done = step_of(saved)
     assert steps(run) == list(range(1, done + 1))
@@ -491,22 +512,22 @@ def test_parts_are_logged_and_evaluations_during_training_can_be_repeated(
     assert "data:image/" in page and "jpeg_incompressibility" in page and "://" not in page
     text = capsys.readouterr().out
     assert "brightness" in text
-    assert "not measured: scene" not in text and "not measured: edit:" in text
+    assert "not measured: scene:" not in text and "not measured: edit_check:" in text
 
 
 @pytest.mark.parametrize(
     "mode, component", [("t2i", "dit"), ("t2i", "both"), ("i2i", "ar"), ("i2i", "both")]
 )
-def test_each_half_in_each_mode_trains_and_goes_on_bit_for_bit(edits, mode, component, request):
+def test_each_half_in_each_mode_trains_and_goes_on_bit_for_bit(folder, mode, component, request):
     """1 of 2 steps, resume, 1 step == 2 steps; before the update every ratio is 1; the evaluation
     repeats what training wrote."""
     if (mode, component) == ("i2i", "both"):
         request.getfixturevalue("two_threads")
-    straight, halves = edits / "straight", edits / "halves"
+    straight, halves = folder / "straight", folder / "halves"
     words = ["--num_steps", 2, "--training.save_interval", 1, "--rollout.num_inference_steps", 2]
-    words += ["--model.component", component, "--training.learning_rate", 1e-3, "--mode", mode]
+    words += ["--model.component", component, "--training.learning_rate", 1e-3]
     words += ["--training.eval_samples", 1, "--training.eval_prompts", 1]
-    assert main(*small(edits, *words, "--output_dir", straight)) == 0
+    assert main(*small(folder, *words, "--output_dir", straight, mode=mode)) == 0
     lines = without_seconds(straight)
     prefixes = ["ar/", "dit/"] if component == "both" else [""]
     for line in lines:

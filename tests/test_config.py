@@ -1,13 +1,18 @@
 "Options that cannot work, each with its message; bounds of options."
 
+import ast
+import copy
 import shlex
 
 import pytest
-from helpers import pretend_installed
+from helpers import ROOT, main, pretend_installed, small
 
-from glm_grpo.data.basics import check_options, list_options, option_value, refusal
+from glm_grpo.data.basics import check_options, list_options, refusal
+from glm_grpo.model.adapters import LoraOptions
+from glm_grpo.run.build import resolve
 from glm_grpo.run.command_line import parse_args
 from glm_grpo.run.config import Config, check_config
+from glm_grpo.training.options import TrainerOptions, with_options
 
 VALUES = {  # option -> values that are taken, values that are refused
     "model.lora_rank": ((1, 4096), (0, 4097)),
@@ -29,6 +34,45 @@ VALUES = {  # option -> values that are taken, values that are refused
 OPTIONS = list_options(Config)
 
 
+def assignments(path):
+    "What a module assigns to the options of a section, also under the names that code gives it."
+    names = {name.rpartition(".")[2] for name in OPTIONS}
+    sections = {"data", "training", "rollout", "grpo"}
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        called = isinstance(node, ast.Call) and getattr(node.func, "id", "") == "setattr"
+        written = isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+        if called or (written and node.attr in names):
+            words = ast.unparse(node).split(".")[:-1]
+            if not (called or {"config", "options"} & {*words} or words[-1] in sections):
+                continue
+            yield f"{path.relative_to(ROOT)}: {ast.unparse(node)}"
+
+
+def test_nothing_writes_into_options():
+    "What config.yaml says is what every part of a run saw. A copy: `with_options`."
+    lines = [line for path in (ROOT / "glm_grpo").rglob("*.py") for line in assignments(path)]
+    # the copy, the parser, the benchmark's own options, and what is none: a method, columns
+    allowed = "training/options.py", "run/command_line.py", "bench/program.py"
+    allowed += "data/basics.py", "data/prompts.py"
+    assert [line for line in lines if not any(file in line for file in allowed)] == []
+
+
+def test_a_run_trains_with_the_options_that_it_resolved(folder, at_root, monkeypatch):
+    "Not even its callbacks and its evaluation change them."
+    resolved = []
+
+    def noted(config):
+        before, resolved[:] = copy.deepcopy(config), [resolve(config)]
+        assert config == before
+        resolved.append(copy.deepcopy(resolved[0]))
+        return resolved[0]
+
+    monkeypatch.setattr("glm_grpo.run.train.resolve", noted)
+    assert main(*small(folder, "--num_steps", 1, "--training.eval_samples", 1)) == 0
+    config, before = resolved
+    assert config == before and config.training.output_dir is None
+
+
 def of_type(*types):
     "The names of the options of these types, also where they may be null."
     kinds = {kind for one in types for kind in (one, one | None)}
@@ -36,10 +80,28 @@ def of_type(*types):
 
 
 def with_value(name, value):
-    config = Config()
-    section, _, last = name.rpartition(".")
-    setattr(option_value(config, section), last, value)
-    return config
+    return with_options(Config(), {name: value})
+
+
+FROZEN = ROOT / "tests/options.txt"
+
+
+def options_now():
+    "A line for each option of a run, a trainer and its adapters: name, type, default."
+    for cls in (Config, TrainerOptions, LoraOptions):
+        yield f"[{cls.__name__}]"
+        for name, declared in list_options(cls).items():
+            kind = declared.type.__name__ if isinstance(declared.type, type) else declared.type
+            yield f"{name}: {kind} = {declared.default!r}".replace("typing.", "")
+
+
+def test_options_are_those_of_the_list():
+    "A new option, another default or another type is a decision, which the list records."
+    now = "".join(f"{line}\n" for line in options_now())
+    assert now == FROZEN.read_text(encoding="utf-8"), (
+        "The options differ from tests/options.txt. If that is meant, update the list with "
+        "`python tests/test_config.py`, commit it, and say in the CHANGELOG what changes for users."
+    )
 
 
 @pytest.mark.parametrize("name", VALUES)
@@ -141,13 +203,17 @@ def test_packages_that_options_need(line, package, monkeypatch):
 
 
 WORDS = {  # words -> a part of the message
+    "--training.max_step 1": "Did you mean training.max_steps?",
+    "--num_stepz 1": "--num_stepz: no such option. Did you mean num_steps?",
     "--training.learningrate 1": "Did you mean training.learning_rate?",
     "--learning_rate 1": "Did you mean training.learning_rate?",
     "--seeed 1": "--seeed: no such option. Did you mean training.seed?",
     "--data.image_size big": "--data.image_size big: ",
     "--model.component vit": "dit",
     "--training.max_steps 2.5": "--training.max_steps 2.5: ",
-    "--output_dir ''": "--output_dir: a value is missing",
+    "--output_dir ''": "--training.output_dir '': is empty. Give a value",
+    "--seed --mode i2i": "--training.seed '': is empty. Give a value",
+    "--trust_run_code maybe": "--trust_run_code maybe: this is not of type bool",
     "--num_steps 3 stray": "'stray' belongs to no option",
     "--xyzzy 3": "--xyzzy: no such option. --help all lists them",
     "--reward.metrics {scene:\\ good}": "--reward.metrics ",
@@ -160,3 +226,7 @@ WORDS = {  # words -> a part of the message
 def test_words_that_mean_nothing(line, part):
     said = refusal(parse_args, shlex.split(line))
     assert part in said and "\n" not in said
+
+
+if __name__ == "__main__":
+    FROZEN.write_text("".join(f"{line}\n" for line in options_now()), encoding="utf-8")

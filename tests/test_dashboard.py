@@ -10,10 +10,10 @@ from PIL import Image
 
 from glm_grpo.data.rollout import Rollout, Samples
 from glm_grpo.training.callbacks import Callback, Dashboard, ProgressLines
-from glm_grpo.training.callbacks import callbacks_or_default, experience_html
+from glm_grpo.training.callbacks import callbacks_or_default
 from glm_grpo.training.experience import Experience
 from glm_grpo.training.figures import NO_BREAK
-from glm_grpo.training.toy import ICONS, ToyPainter, ToyStudio, icon_images, nearness
+from glm_grpo.toy import ICONS, ToyPainter, ToyStudio, icon_images, nearness
 from glm_grpo.training.trainer import MinimalGRPOTrainer
 
 PROMPTS = list(ICONS)
@@ -126,6 +126,6 @@ def test_sources_stand_first_and_prompts_are_text():
     prompts = ["<b>a cat</b>"] * 2
     rollout = Rollout(prompts, torch.zeros(2, 3, 8, 8), source_images=[[red]] * 2)
     samples = {"ar": Samples(rollout, old_logprobs=None, group_size=2)}
-    shown = experience_html(Experience(rollout, samples, {}, torch.tensor([0.1, 0.9]), {}))
+    shown = Experience(rollout, samples, {}, torch.tensor([0.1, 0.9]), {}).html()
     assert captions(shown) == ["source", "0.900", "0.100"]
     assert "&lt;b&gt;a cat" in shown and "<b>" not in shown + rollout._repr_html_()

@@ -17,7 +17,7 @@ from glm_grpo.data.basics import atomic_dir, refusal
 from glm_grpo.data.images import load_image, match_images, pil_to_tensor, tensor_to_pil
 from glm_grpo.data.loader import PromptLoader, endless_batches
 from glm_grpo.data.prompts import I2IDataset, T2IDataset, read_rows, split_off
-from glm_grpo.data.scenes import Drawings, parse_prompt
+from glm_grpo.rewards.scenes import Drawings, parse_prompt
 from glm_grpo.model.tokens import check_source_sizes
 
 ROOT = Path(__file__).parent.parent

@@ -4,30 +4,15 @@ lost, nothing half-written stays."""
 import errno
 import json
 import os
-import shutil
 import subprocess
 import sys
 
 import pytest
 import torch
-from helpers import (
-    PROMPTS,
-    ROOT,
-    counting_reward,
-    evaluate_main,
-    files,
-    main,
-    pretend_installed,
-    read_jsonl,
-    resume,
-    same_tensors,
-    small,
-    step_of,
-    steps,
-    told,
-    write_images,
-)
+from helpers import PROMPTS, counting_reward, evaluate_main, files, main, pretend_installed
+from helpers import read_jsonl, resume, same_tensors, small, step_of, steps, told, without_images
 from PIL import Image
+from ranks import in_a_process
 from safetensors.torch import load_file
 
 from glm_grpo.data import basics
@@ -166,12 +151,11 @@ def test_an_image_that_breaks_while_the_run_goes_on(folder, capsys):
     """All were whole before training; the message names the one that is not, and what was learnt is
     kept."""
     run, sources = folder / "run", folder / "source_images"
-    write_images(sources, [(90, 60, 40 * i) for i in range(3)])
     whole = {p: p.read_bytes() for p in sources.iterdir()}
     breaking = f'[p.write_bytes(p.read_bytes()[:60]) for p in pathlib.Path("{sources}").iterdir()]'
     reward = counting_reward(f"len(calls) == 4 and {breaking}", "import pathlib")
     (folder / "green.py").write_text(reward)
-    assert main(*small(folder, "--mode", "i2i", "--num_steps", 4, "--output_dir", run)) == 2
+    assert main(*small(folder, "--num_steps", 4, "--output_dir", run)) == 2
     message = told(capsys)
     check_said(message, "a broken image", str(sources), "2 steps are saved")
     assert steps(run) == [1, 2]
@@ -200,8 +184,9 @@ def one_step_on(folder, capsys):
 
     def train(prompt):
         (folder / "prompts.txt").write_text(prompt.strip() + "\n")
-        shutil.rmtree(folder / "target_images")
-        return main(*small(folder, "--num_steps", 1, "--output_dir", folder / "run"))
+        return main(
+            *small(without_images(folder), "--num_steps", 1, "--output_dir", folder / "run")
+        )
 
     return train
 
@@ -279,25 +264,21 @@ def test_a_tracker_whose_package_is_missing_is_told_before_anything(folder, caps
     assert not (folder / "run").exists()
 
 
-def program(folder, *words, **env):
-    "`python -m glm_grpo.train` as a process, with a home folder without keys."
-    env = {k: v for k, v in os.environ.items() if "WANDB" not in k} | {"HOME": str(folder)} | env
-    command = [sys.executable, "-m", "glm_grpo.train", *small(folder, *words)]
-    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
-
-
 @pytest.mark.parametrize("dry", [[], ["--dry_run"]])
-def test_wandb_without_a_key_is_told_before_anything_is_loaded(folder, dry):
+def test_wandb_without_a_key_is_told_before_anything_is_loaded(folder, tmp_path_factory, dry):
     pytest.importorskip("wandb", reason="pip install wandb")
-    words = [*dry, "--num_steps", 1, "--training.trackers", "[tensorboard,wandb]"]
+    words = small(folder, *dry, "--num_steps", 1, "--training.trackers", "[tensorboard,wandb]")
     words += ["--output_dir", folder / "run"]
-    done = program(folder, *words)
-    assert done.returncode == 2 and "loading" not in done.stdout, done.stderr
-    check_said(done.stderr.strip().splitlines()[-1], "training.trackers wandb", "`wandb login`")
+    none = dict.fromkeys(name for name in os.environ if "WANDB" in name)
+    none |= {"HOME": folder, "WANDB_MODE": None, "WANDB_API_KEY": None}
+    logs = tmp_path_factory.mktemp("logs")
+    status, said = in_a_process(logs, main, *words, **none)
+    assert status == 2 and "loading" not in said
+    check_said(said.strip().splitlines()[-1], "training.trackers wandb", "`wandb login`")
     assert not (folder / "run").exists()
-    if dry:
-        for env in ({"WANDB_MODE": "offline"}, {"WANDB_API_KEY": "a" * 40}):
-            assert program(folder, *words, **env).returncode == 0, env
+    for name, value in {"WANDB_MODE": "offline", "WANDB_API_KEY": "a" * 40}.items():
+        if dry:
+            assert in_a_process(logs, main, *words, **none | {name: value})[0] == 0, name
 
 
 def test_a_part_that_fails_while_another_computes_is_told(folder):
@@ -310,7 +291,8 @@ def test_a_part_that_fails_while_another_computes_is_told(folder):
     (folder / "green.py").write_text(counting_reward(fails, "import time") + heavy)
     both = f"[{folder}/green.py:green,{folder}/green.py:heavy]"
     words = ["--num_steps", 9, "--training.trackers", "null", "--output_dir", folder / "run"]
-    done = program(folder, *words, "--reward.functions", both)
+    command = [sys.executable, "-m", "glm_grpo.train", *small(folder, *words)]
+    done = subprocess.run([*command, "--reward.functions", both], capture_output=True, text=True)
     assert done.returncode == 2, (done.returncode, done.stderr)
     message = done.stderr.strip().splitlines()[-1]
     check_said(message, "reward green raised ZeroDivisionError", "1 steps are saved")
@@ -323,14 +305,13 @@ def test_a_held_out_prompt_that_is_too_long_is_refused(folder, capsys, dry):
     held.parent.mkdir()
     held.write_text("a cat\n" + "x" * 10_000 + "\n")
     words = ["--data.eval_prompts_file", held, "--output_dir", folder / "run"]
-    assert main(*dry, *small(folder, *words)) == 2
+    assert main(*dry, *small(folder, *words, mode="t2i")) == 2
     check_said(told(capsys), "held/prompts.txt, line 2: ")
     assert not (folder / "run").exists()
 
 
 def test_evaluate_refuses_a_prompt_that_is_too_long(folder, capsys):
     (folder / "prompts.txt").write_text("a cat\n" + "x" * 10_000 + "\n")
-    shutil.rmtree(folder / "target_images")
-    assert evaluate_main(*small(folder, "--output_dir", folder / "out")) == 2
+    assert evaluate_main(*small(without_images(folder), "--output_dir", folder / "out")) == 2
     check_said(told(capsys), "prompts.txt, line 2: ")
     assert not (folder / "out").exists()

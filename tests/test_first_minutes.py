@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import ROOT
+from ranks import on_ranks
 from test_masked_rows import Kernel
 
 from glm_grpo.training.agreement import Agreement, Gap
@@ -22,7 +23,14 @@ def verdict(check, *arguments):
     return tool.judge(lambda: check(*arguments))[0]
 
 
-def test_on_a_cpu_what_needs_a_gpu_is_skipped(monkeypatch, capsys):
+def test_on_a_cpu_what_needs_a_gpu_is_skipped(tmp_path, monkeypatch, capsys):
+    def launch(command, **options):
+        "Two ranks, as the launcher starts them."
+        assert command[1:3] == ["-m", "torch.distributed.run"] and command[-2] == "--fail-alone"
+        status, printed = zip(*on_ranks(2, tmp_path, tool.fail_alone, command[-1:]))
+        return SimpleNamespace(returncode=max(status), stderr="".join(printed))
+
+    monkeypatch.setattr(tool.subprocess, "run", launch)
     monkeypatch.setattr(tool, "LENGTH", 192)  # 64 modulo 128 as well
     assert tool.main(["--device", "cpu"]) == 0
     lines = capsys.readouterr().out.splitlines()

@@ -17,7 +17,7 @@ from glm_grpo import (
     simple_reward_function,
 )
 from glm_grpo.data.basics import refusal
-from glm_grpo.training.toy import ICONS, ToyPainter, icon_images, nearness
+from glm_grpo.toy import ICONS, ToyPainter, icon_images, nearness
 
 TINY = ROOT / "data/tiny-glm-image"
 SMALL = {"height": 64, "width": 64, "num_inference_steps": 1, "guidance_scale": 1.0}

@@ -2,7 +2,7 @@
 
 import pytest
 import yaml
-from helpers import PROMPTS, evaluate_main, main, read_json, small
+from helpers import PROMPTS, evaluate_main, main, read_json, small, without_images
 
 from glm_grpo.data.prompts import T2IDataset, split_off
 from glm_grpo.run.build import describe_data, open_data
@@ -18,10 +18,7 @@ def twenty(folder):
     "The folder of the small run, with twenty prompts and no target images."
     lines = [f"{PROMPTS[i % 3]}, number {i}" for i in range(20)]
     (folder / "prompts.txt").write_text("\n".join(lines) + "\n")
-    for image in (folder / "target_images").iterdir():
-        image.unlink()
-    (folder / "target_images").rmdir()
-    return folder
+    return without_images(folder)
 
 
 def run(folder, *words):

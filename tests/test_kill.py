@@ -4,26 +4,15 @@ and at the end nothing is different.
 python -m pytest -q -s tests/test_kill.py --kills 50
 """
 
-import os
 import random
-import signal
 import time
 
 import torch
-from helpers import (
-    ROOT,
-    load_weights,
-    main,
-    read_jsonl,
-    resume,
-    same_tensors,
-    small,
-    step_of,
-    without_seconds,
-)
+from helpers import load_weights, main, read_jsonl, resume, same_tensors, small, step_of
+from helpers import without_seconds
+from ranks import in_a_process, start
 from safetensors.torch import load_file
 
-from glm_grpo.model.wrapper import GLMImageWrapper
 from glm_grpo.training.checkpoints import find_checkpoint, newest_first
 
 OPTIONS = {
@@ -41,21 +30,6 @@ SUMMARY = (
 )
 
 
-def start(words, log):
-    """The program in a process of its own -> its id. It is forked from this one, which has imported
-    all that takes long."""
-    process = os.fork()
-    if process:
-        return process
-    try:
-        with open(log, "w") as f:
-            for output in (1, 2):
-                os.dup2(f.fileno(), output)
-        os._exit(main(*words))
-    finally:
-        os._exit(99)
-
-
 def newest_step(run):
     "Of the newest checkpoint; 0 without one. A checkpoint may go while we look."
     try:
@@ -70,14 +44,13 @@ def kill_in_the_next_step(process, run, seen, log, share):
     try:
         limit = time.monotonic() + 300
         while newest_step(run) <= seen:
-            ended, _ = os.waitpid(process, os.WNOHANG)
-            assert not ended and time.monotonic() < limit, log.read_text()[-2000:]
+            assert process.is_alive() and time.monotonic() < limit, log.read_text()[-2000:]
             time.sleep(0.01)
         seconds = read_jsonl(run / "metrics.jsonl")[-1]["seconds"]
         time.sleep(share * 1.3 * seconds)
     finally:
-        os.kill(process, signal.SIGKILL)
-        os.waitpid(process, 0)
+        process.kill()
+        process.join()
 
 
 def check_newest_loads(run):
@@ -95,7 +68,8 @@ def kill_again_and_again(run, words, kills, log):
     g, seen, torn = random.Random(0), 0, 0
     for _ in range(kills):
         again = ["--resume", "latest"] if seen else []
-        process = start([*words, *again, "--num_steps", 100000, "--output_dir", run], log)
+        words_of_run = [*words, *again, "--num_steps", 100000, "--output_dir", run]
+        process = start(log, {}, main, words_of_run)
         kill_in_the_next_step(process, run, seen, log, g.random())
         torn += any((run / "checkpoints").glob(".*"))
         check_newest_loads(run)
@@ -106,12 +80,6 @@ def kill_again_and_again(run, words, kills, log):
 
 
 def test_killed_at_random_moments(folder, at_root, pytestconfig):
-    # imports what is imported late
-    GLMImageWrapper(ROOT / "data/tiny-glm-image", device="cpu", lora={"rank": 2})
-    torch.set_num_threads(1)
-    for image in (folder / "target_images").iterdir():
-        image.unlink()
-    (folder / "target_images").rmdir()
     kills, run, straight = pytestconfig.getoption("kills"), folder / "run", folder / "straight"
     words = small(folder, *[word for pair in OPTIONS.items() for word in pair])
     seen, torn = kill_again_and_again(run, words, kills, folder / "log")
@@ -130,34 +98,31 @@ def test_killed_at_random_moments(folder, at_root, pytestconfig):
     print(SUMMARY.format(kills=kills, seen=seen, torn=torn))
 
 
-def ended(process):
-    "Wait for it -> its exit status."
-    return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
-
-
-def test_two_runs_that_start_at_the_same_moment(folder, at_root, capfd):
+def test_two_runs_that_start_at_the_same_moment(folder, at_root):
     "The second one is refused, also with --resume, until the first has ended or was killed."
-    GLMImageWrapper(ROOT / "data/tiny-glm-image", device="cpu", lora={"rank": 2})
-    torch.set_num_threads(1)
     run, logs = folder / "run", [folder / "log_1", folder / "log_2"]
-    words = small(folder, "--training.save_interval", 1, "--training.trackers", "null")
-    both = [start([*words, "--num_steps", 6, "--output_dir", run], log) for log in logs]
-    status = [ended(process) for process in both]
-    assert sorted(status) == [0, 2]
-    told = capfd.readouterr().err
+
+    def begin(log, *words):
+        return start(log, {}, main, small(folder, "--training.save_interval", 1, *words))
+
+    both = [begin(log, "--num_steps", 6, "--output_dir", run) for log in logs]
+    for process in both:
+        process.join()
+    assert sorted(process.exitcode for process in both) == [0, 2]
+    told = logs[both[0].exitcode == 0].read_text()
     assert f"--output_dir {run}: " in told and ("works in it" in told or "holds a run" in told)
     assert len(without_seconds(run)) == 6 and not list(run.glob(".*"))
 
-    process = start(["--resume", run, "--trust_run_code", "--num_steps", 100000], logs[0])
+    again = ["--resume", run, "--trust_run_code", "--num_steps"]
+    process = start(logs[0], {}, main, [*again, 100000])
     try:
         while newest_step(run) == 6:
-            assert not os.waitpid(process, os.WNOHANG)[0], logs[0].read_text()[-2000:]
+            assert process.is_alive(), logs[0].read_text()[-2000:]
             time.sleep(0.01)
-        another = start(["--resume", run, "--trust_run_code", "--num_steps", 200000], logs[1])
-        assert ended(another) == 2
-        assert f"another run works in it (process {process} on " in capfd.readouterr().err
+        status, told = in_a_process(folder, main, *again, 200000)
+        assert status == 2 and f"another run works in it (process {process.pid} on " in told
     finally:
-        os.kill(process, signal.SIGKILL)
-        ended(process)
+        process.kill()
+        process.join()
     assert resume(run, "--num_steps", newest_step(run) + 1) == 0
     assert not list(run.glob(".*"))

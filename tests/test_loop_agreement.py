@@ -7,7 +7,7 @@ import torch
 from helpers import ROOT
 
 from glm_grpo.data.basics import refusal
-from glm_grpo.model import rollouts
+from glm_grpo.model import sampler
 from glm_grpo.model.wrapper import GLMImageWrapper
 from glm_grpo.training.agreement import LOOP_KL
 from glm_grpo.training.callbacks import JsonlLogger, ProgressLines
@@ -17,7 +17,7 @@ TINY = str(ROOT / "data/tiny-glm-image")
 BATCH = {"prompts": ["a cat in the middle on a red ground"]}
 SMALL = {"height": 64, "width": 64, "num_inference_steps": 2, "guidance_scale": 1.0}
 HOT = {"temperature": 1.5, "top_p": 1.0}
-score_tokens, sample_tokens = rollouts.score_tokens, rollouts.sample_tokens
+score_tokens, sample_tokens = sampler.score_tokens, sampler.sample_tokens
 
 
 def greenness(images):
@@ -33,7 +33,7 @@ def trainer_of(component="ar", dtype="float32", **changes):
 
 def spoil_scoring(monkeypatch, change):
     "Old and new log-probs have the same error, so their ratio is 1."
-    monkeypatch.setattr(rollouts, "score_tokens", lambda *args: change(score_tokens(*args)))
+    monkeypatch.setattr(sampler, "score_tokens", lambda *args: change(score_tokens(*args)))
 
 
 def heat_the_loop(monkeypatch, factor):
@@ -42,7 +42,7 @@ def heat_the_loop(monkeypatch, factor):
     def hot_loop(model, inputs, index, uniforms, temperature, top_p):
         return sample_tokens(model, inputs, index, uniforms, factor * temperature, top_p)
 
-    monkeypatch.setattr(rollouts, "sample_tokens", hot_loop)
+    monkeypatch.setattr(sampler, "sample_tokens", hot_loop)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -90,7 +90,7 @@ def test_an_adapter_that_is_lost_later_is_found_in_its_step(monkeypatch):
         with trainer.model.reference():
             return sample_tokens(model, *args)
 
-    monkeypatch.setattr(rollouts, "sample_tokens", stale)
+    monkeypatch.setattr(sampler, "sample_tokens", stale)
     assert "sampling loop" in refusal(trainer.train, 1)
     assert all(map(torch.equal, trainer.model.get_trainable_parameters(), learned))
 

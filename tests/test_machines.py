@@ -1,5 +1,5 @@
-"""Several machines with one launcher each, here two launchers on one machine: the gradients of one
-process, and one rank that writes. The scripts for SLURM, with commands that stand in for it."""
+"""Several machines, here two on one: the gradients of one process, and one rank that writes. The
+scripts for SLURM, with a launcher for each machine and commands that stand in for SLURM's."""
 
 import json
 import os
@@ -14,7 +14,7 @@ import pytest
 import torch
 from helpers import GREEN, PROMPTS, ROOT, files, main, read_jsonl, small, told
 from programs.train_on_ranks import Work, run
-from ranks import free_port
+from ranks import free_port, on_ranks
 from test_ranks import check_same_metrics, weights
 from torch.distributed.run import parse_args
 
@@ -38,14 +38,6 @@ for process in "${running[@]}"; do wait "$process" || exit; done
 """
 
 
-def accelerate(machine, port):
-    "The launcher of one of two machines. --multi_gpu starts processes also where there is no GPU."
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu"]
-    command += ["--num_machines", "2", "--num_processes", "2", "--machine_rank", str(machine)]
-    command += ["--main_process_ip", "127.0.0.1", "--main_process_port", str(port)]
-    return [*command, "--mixed_precision", "no", "--dynamo_backend", "no"]
-
-
 def run_all(commands, **variables):
     "Runs the commands at the same time, until all have succeeded."
     own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
@@ -59,11 +51,11 @@ def run_all(commands, **variables):
 
 def test_two_machines_give_the_gradients_of_one_process(tmp_path, at_root):
     "LOCAL_RANK is 0 on both machines, so both download."
-    work = {"prompts": PROMPTS[:2], "out": str(tmp_path)}
-    assert run(Work(**work)) == 0
+    work = Work(PROMPTS[:2], str(tmp_path))
+    assert run(work) == 0
     one_process = torch.load(tmp_path / "1_0.pt", weights_only=True)
-    port, program = free_port(), ["tests/programs/train_on_ranks.py", json.dumps(work)]
-    run_all([[*accelerate(machine, port), *program] for machine in (0, 1)])
+    alone = {"LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
+    assert [status for status, _ in on_ranks(2, tmp_path, run, work, **alone)] == [0, 0]
     found = [torch.load(tmp_path / f"2_{rank}.pt", weights_only=True) for rank in (0, 1)]
     assert [rank["once_per_machine"] for rank in found] == [[0], [1]]
     tokens = torch.cat([rank["tokens"] for rank in found])

@@ -4,14 +4,15 @@ from dataclasses import replace
 
 import pytest
 import torch
+from PIL import Image
 from helpers import PROMPTS, ROOT, load_weights, main, read_jsonl, resume, same_tensors, small, told
 
 from glm_grpo.data.basics import UserError
-from glm_grpo.data.rollout import SampleNames
+from glm_grpo.maths.noise import SampleNames
 from glm_grpo.maths.loss import compute_grpo_loss
 from glm_grpo.maths.matching import matching_logprob, nft_terms, stratified_steps
 from glm_grpo.model.wrapper import GLMImageWrapper
-from glm_grpo.rewards.weighted import Scores
+from glm_grpo.rewards.weighted import Rewards
 from glm_grpo.training.experience import compare_samples
 from glm_grpo.training.options import GRPOOptions, TrainerOptions
 from glm_grpo.training.trainer import MinimalGRPOTrainer
@@ -98,7 +99,9 @@ def test_more_times_than_the_schedule_has_are_refused():
         matching_logprob(torch.ones(1, 2), torch.ones(1, 2), 0.5, "none")
 
 
-SIZE = {"height": 64, "width": 64, "num_inference_steps": 8, "guidance_scale": 2.0}
+SIZE = {"height": 64, "width": 64, "num_inference_steps": 6, "guidance_scale": 2.0}
+# an edit has no preview, so its tokens are sampled in 4 steps and not in 260
+BATCH = {"prompts": PROMPTS[:1], "source_images": [[Image.new("RGB", (64, 64), "olive")]]}
 HOW = {"dit_objective": "matching", "matching_times": 3, "temperature": 3.0, "top_p": 1.0}
 
 
@@ -170,7 +173,7 @@ def test_the_gradient_is_that_of_advantage_weighted_flow_matching(model, rollout
 
 
 def test_the_times_change_with_the_step_and_not_with_the_rows(model, rollout):
-    later = replace(SampleNames.number(0, 5, PROMPTS[:1], 1), images=[0])
+    later = SampleNames.grow(0, 5, PROMPTS[:1], samples=1)
     one = model.generate_with_tracking(PROMPTS[:1], names=later, score=False, **SIZE, **HOW)
     alone = model.generate_with_tracking(PROMPTS[:1], score=False, **SIZE, **HOW)
     assert one.denoising.decisions != rollout.denoising.decisions == alone.denoising.decisions
@@ -182,8 +185,8 @@ def train(model, reward, steps=1, **changes):
     learnt."""
     start = [p.detach().clone() for p in model.get_trainable_parameters()]
     options = SIZE | HOW | {"group_size": 4, "learning_rate": 1e-3, "micro_batch_size": 2}
-    loader = [{"prompts": PROMPTS[:1]}]
-    trainer = MinimalGRPOTrainer(model, loader, reward, callbacks=(), **options | changes)
+    options |= {"mode": "i2i", "callbacks": ()}
+    trainer = MinimalGRPOTrainer(model, [BATCH], reward, **options | changes)
     trainer.train(steps)
     learnt = [(p - old).detach() for p, old in zip(model.get_trainable_parameters(), start)]
     with torch.no_grad():
@@ -211,7 +214,7 @@ def test_the_update_finds_old_log_probs_itself_after_the_first_step(model):
     trainer, _ = train(model, green)
     found = []
     for at_once in (True, False):
-        experience = trainer.collect({"prompts": PROMPTS[:1]}, at_once=at_once)
+        experience = trainer.collect(BATCH, at_once=at_once)
         assert (experience.rollout.latents_logprobs is None) == at_once
         trainer.last_experience = experience
         found.append(trainer.gradients(next(trainer.minibatches(experience)))["dit"])
@@ -284,7 +287,7 @@ def test_with_nft_the_slow_copy_samples_and_the_contrast_grows(model):
     contrasts = [line["contrast"] for line in trainer.history]
     assert contrasts[:2] == [0, 0] and min(contrasts[2:]) > 0
     assert not {"ratio_mean", "clip_fraction", "old_new_gap"} & set(trainer.history[-1])
-    samples = trainer.collect({"prompts": PROMPTS[:1]}).samples["dit"]
+    samples = trainer.collect(BATCH).samples["dit"]
     with trainer.optimizer.slowed(), torch.no_grad():
         _, _, old = model.score_denoising(samples.rollout.rows(slice(0, 2)))
     assert torch.equal(old, samples.rollout.denoising.old_velocities[:2])
@@ -293,7 +296,7 @@ def test_with_nft_the_slow_copy_samples_and_the_contrast_grows(model):
 def test_an_image_that_is_not_counted_is_not_pulled(model):
     "Not even where a mini-batch, or a rank, has no other image."
     trainer, _ = train(model, green, 4, **NFT)
-    experience = trainer.last_experience = trainer.collect({"prompts": PROMPTS[:1]})
+    experience = trainer.last_experience = trainer.collect(BATCH)
     norms = []
     for counted in (True, False):
         samples = experience.samples["dit"]
@@ -311,7 +314,7 @@ def test_the_slow_copy_is_the_policy_while_its_schedule_is_flat(model):
 
 
 def test_advantages_are_clipped():
-    scores = Scores(torch.tensor([0.0, 0.0, 0.0, 1.0]))
+    scores = Rewards(torch.tensor([0.0, 0.0, 0.0, 1.0]))
     options = TrainerOptions().with_changes(advantage_clip=1.0)
     _, advantages, _ = compare_samples(scores, None, 4, 1, options)
     assert advantages.max() == 1.0 and advantages.min() > -1

@@ -12,12 +12,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from glm_grpo.data.basics import refusal
-from glm_grpo.maths.advantages import (
-    compare_rewards,
-    compute_advantages,
-    equal_groups,
-    gdpo_advantages,
-)
+from glm_grpo.maths.advantages import compare_rewards, compute_advantages, equal_groups
+from glm_grpo.maths.advantages import gdpo_advantages
 from glm_grpo.maths.loss import LEVELS, LOSSES, combine_metrics, compute_grpo_loss, kl_estimate
 from glm_grpo.maths.noise import named_seed
 from glm_grpo.maths.sde import SDE_TYPES, choose_window, decision_steps, gaussian_kl, ratio_norm

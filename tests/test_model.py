@@ -8,16 +8,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from glm_grpo.data.basics import UserError
 from glm_grpo.data.prompts import I2IDataset
-from glm_grpo.data.rollout import RolloutOptions, SampleNames, request_names
-from glm_grpo.model import rollouts
-from glm_grpo.model.rollouts import RolloutSampler
+from glm_grpo.data.rollout import RolloutOptions
+from glm_grpo.maths.noise import SampleNames, request_names
+from glm_grpo.model import sampler
+from glm_grpo.model.sampler import RolloutSampler
 from glm_grpo.model.decode_step import StepCounter
 from glm_grpo.model.sampling import Decisions, unpack_kept
 from glm_grpo.model.tokens import large_grid_tokens, upsample_tokens
 from glm_grpo.model.wrapper import GLMImageWrapper
-from glm_grpo.run import plan
-from glm_grpo.run.command_line import parse_args
 
 DATA = Path(__file__).parents[1] / "data"
 CAT = 'a cat in the middle on a blue ground with the word "AN"'
@@ -50,9 +50,10 @@ def edits():
     return [data[i]["prompt"] for i in range(3)], sources
 
 
-def sampler_for(model, prompts, images=None, per_sample=1, step=0, before=None, **changes):
-    requests = request_names(prompts, images)
-    names = SampleNames.number(1, step, requests, per_sample, before)
+def sampler_for(model, prompts, images=None, samples=1, per_sample=1, step=0, **changes):
+    "For each prompt some token samples, and images of each."
+    before, requests = changes.pop("before", None), request_names(prompts, images)
+    names = SampleNames.grow(1, step, requests, samples, per_sample, before)
     options = RolloutOptions(**HOT | changes)
     return RolloutSampler(model, prompts, images, 64, 64, names, options, decode=False)
 
@@ -95,7 +96,7 @@ def test_ratio_is_one_before_the_first_update(dtype, rank, task, options):
         sampler.score_batch_size = size
         with torch.no_grad():
             rollout = sampler.denoise(sampler.prepare_denoising(tokens))
-            rollout = replace(rollout, token_logprobs=sampler.token_logprobs(rollout))
+            rollout = replace(rollout, token_logprobs=model.compute_token_logprobs(tokens, size))
         assert rollout.token_logprobs.mean() < -0.2  # the model had a choice
         assert largest_change(model, rollout, size) == UNMOVED
 
@@ -182,7 +183,7 @@ def test_batches_of_the_denoising_are_passed_on_in_their_rows():
 def test_rows_are_sampled_and_scored_in_the_trainers_batches(monkeypatch):
     "On some machines a row is rounded alike in every batch, and the ratio shows no difference."
     model, sizes = new_model(), {"tokens": [], "latents": []}
-    score_tokens, sample_latents = rollouts.score_tokens, rollouts.sample_latents
+    score_tokens, sample_latents = sampler.score_tokens, sampler.sample_latents
 
     def count_tokens(ar, inputs, prompt_index, *args):
         sizes["tokens"].append(len(prompt_index))
@@ -192,8 +193,8 @@ def test_rows_are_sampled_and_scored_in_the_trainers_batches(monkeypatch):
         sizes["latents"].append(micro_batch_size)
         return sample_latents(*args, micro_batch_size=micro_batch_size, **kwargs)
 
-    monkeypatch.setattr(rollouts, "score_tokens", count_tokens)
-    monkeypatch.setattr(rollouts, "sample_latents", count_latents)
+    monkeypatch.setattr(sampler, "score_tokens", count_tokens)
+    monkeypatch.setattr(sampler, "sample_latents", count_latents)
     prompts, images = edits()
     with torch.no_grad():
         replace(sampler_for(model, prompts, images), score_batch_size=2).sample()
@@ -205,7 +206,7 @@ def rows_of_the_dit(sampler, tokens, shared):
     "The denoised rollout of these tokens, and the number of rows that went through the DiT."
     rows = []
     if not shared:  # every step for every row
-        sampler.denoise_common_steps = lambda rollout: (rollout.initial_latents, 0)
+        sampler.denoise_common_steps = lambda samples: (None, 0)
 
     def count(module, args, options):
         if options["encoder_hidden_states"].shape[1]:  # no source image: those have no words
@@ -215,7 +216,9 @@ def rows_of_the_dit(sampler, tokens, shared):
     counter = sampler.model.dit.register_forward_pre_hook(count, with_kwargs=True)
     rollout = sampler.denoise(rollout)
     counter.remove()
-    return replace(rollout, token_logprobs=sampler.token_logprobs(rollout)), sum(rows)
+    scored = sampler.model.compute_token_logprobs(tokens, sampler.score_batch_size)
+    scored = scored[sampler.names.sample_of_image]
+    return replace(rollout, token_logprobs=scored), sum(rows)
 
 
 LATE = {"num_inference_steps": 6, "guidance_scale": 1, "window": 2, "window_kind": "sliding"}
@@ -227,11 +230,10 @@ def test_steps_before_the_window_are_done_once_per_start(task, dtype):
     "The same rollout as when every row does every step, and ratio 1."
     model = model_of("both", 4, dtype)
     prompts, images = edits() if task == "i2i" else ([CAT, DOG, CAT], None)
-    prompts = [p for p in prompts[:2] for _ in range(4)]
-    images = images and [image for image in images[:2] for _ in range(4)]
+    prompts, images = prompts[:2], images and images[:2]
     # of the largest value; larger batches may take other matrix kernels, which round differently
     rounding = {"float32": 1e-4, "bfloat16": 4 * torch.finfo(torch.bfloat16).eps}[dtype]
-    late, tokens = LATE | {"per_sample": 2, "step": 3}, None
+    late, tokens = LATE | {"samples": 2, "per_sample": 2, "step": 3}, None
     for size, share in {1: 0, 3: rounding}.items():
         sampler = sampler_for(model, prompts, images, batch_size=size, **late)
         sampler.score_batch_size = size
@@ -250,9 +252,9 @@ def test_steps_before_the_window_are_done_once_per_start(task, dtype):
 @torch.no_grad()
 def test_nothing_is_shared_where_images_differ_from_the_start():
     model = model_of("both", 4)
-    late, tokens = LATE | {"per_sample": 2, "step": 3}, None
+    late, tokens = LATE | {"samples": 2, "per_sample": 2, "step": 3}, None
     for change in ({"window_kind": "first"}, {"window": None}, {"shared_noise": False}):
-        sampler = sampler_for(model, [CAT] * 4, **late | change)
+        sampler = sampler_for(model, [CAT], **late | change)
         tokens = tokens or sampler.sample_all_tokens()
         once, few = rows_of_the_dit(sampler, tokens, shared=True)
         each, many = rows_of_the_dit(sampler, tokens, shared=False)
@@ -266,26 +268,56 @@ def test_noise_has_names():
     prompts, images = edits()
     wish, (square, wide, other) = prompts[0], images
 
-    def sample(rows, **changes):
-        sampler = sampler_for(model, [wish] * len(rows), rows, per_sample=2, **changes)
-        return sampler.prepare_denoising(sampler.sample_all_tokens())
+    def sample(rows, samples=1, **changes):
+        sampler = sampler_for(model, [wish] * len(rows), rows, samples, 2, **changes)
+        return sampler.image_rows(sampler.prepare_denoising(sampler.sample_all_tokens()))
 
-    four = sample([square] * 4)
+    four = sample([square], samples=2)
     assert torch.equal(four.token_ids[0], four.token_ids[1])
     assert not torch.equal(four.token_ids[0], four.token_ids[2])
     [request] = request_names([wish], [square])
-    second_rank = sample([square] * 2, before={request: 2})
+    second_rank = sample([square], before={request: 1})
     assert torch.equal(second_rank.token_ids, four.token_ids[2:])
-    next_step = sample([square] * 2, step=1)
+    twice = sample([square] * 2)
+    assert torch.equal(twice.token_ids, four.token_ids)
+    assert torch.equal(twice.initial_latents, four.initial_latents)
+    next_step = sample([square], step=1)
     assert not torch.equal(next_step.token_ids, four.token_ids[:2])
     assert not torch.equal(next_step.initial_latents, four.initial_latents[:2])
-    mixed = sample([wide, square, other, square])
-    assert mixed.tokens.prompt_index.tolist() == [0, 1, 2, 1]
-    assert torch.equal(mixed.token_ids[1], four.token_ids[0])
-    assert torch.equal(mixed.initial_latents[1], four.initial_latents[0])
-    assert not torch.equal(mixed.initial_latents[0], mixed.initial_latents[1])
-    own = sample([square] * 4, shared_noise=False).initial_latents
+    mixed = sample([wide, square, other])
+    assert mixed.tokens.prompt_index.tolist() == [0, 0, 1, 1, 2, 2]
+    assert torch.equal(mixed.token_ids[2], four.token_ids[0])
+    assert torch.equal(mixed.initial_latents[2], four.initial_latents[0])
+    assert not torch.equal(mixed.initial_latents[0], mixed.initial_latents[2])
+    own = sample([square], samples=2, shared_noise=False).initial_latents
     assert not torch.equal(own[0], own[1]) and torch.equal(own[0], own[2])
+
+
+@torch.no_grad()
+def test_prompts_that_are_repeated_become_a_tree_at_the_door(monkeypatch):
+    "In any order: each prompt is laid out once, and its samples have the noise of the tree."
+    model = model_of("both", 4)
+    laid_out, prepare = [], sampler.prepare_prompts
+
+    def noted(processor, ar, prompts, *more):
+        laid_out.append(prompts)
+        return prepare(processor, ar, prompts, *more)
+
+    monkeypatch.setattr(sampler, "prepare_prompts", noted)
+    how = SMALL | HOT | {"seed": 1, "score_batch_size": 2}
+    asked = [CAT, CAT, DOG, CAT, DOG, CAT]  # with two images for each token sample
+    rollout = model.generate_with_tracking(asked, **how)
+    names = SampleNames.grow(how.pop("seed"), 0, [CAT, DOG], samples=2, images=2)
+    tree = model.generate_with_tracking([CAT, DOG], names=names, **how)
+    assert laid_out == [[CAT, DOG]] * 2 and rollout.prompts == asked
+    assert tree.prompts == [CAT] * 4 + [DOG] * 4
+    order = [0, 1, 4, 2, 5, 3]
+    assert torch.equal(rollout.token_ids, tree.token_ids[order])
+    assert torch.equal(rollout.initial_latents, tree.initial_latents[order])
+    latents, expected = rollout["latents"], tree["latents"][order]
+    assert (latents - expected).abs().max() <= 1e-4 * expected.abs().max()  # other batches
+    with pytest.raises(UserError, match="3 prompts, and names of 2"):
+        model.generate_with_tracking([CAT, DOG, CAT], names=names, **how)
 
 
 @torch.no_grad()
@@ -304,30 +336,21 @@ def test_window_moves_with_the_step():
 
 @pytest.mark.parametrize("kind", ["sliding", "first"])
 @pytest.mark.parametrize("shared", [True, False])
-def test_the_dry_run_counts_the_steps_that_are_denoised(kind, shared, monkeypatch):
+def test_images_of_the_same_tokens_share_the_steps_before_the_window(kind, shared, monkeypatch):
     "Three windows, one of each position: two sets of tokens with two images each."
     model, counted = model_of("both", 4), []
-    sample = rollouts.sample_latents
+    sample = sampler.sample_latents
 
     def noted(pipe, inputs, latents, *given, steps, **more):
         counted.append(len(latents) * len(steps))
         return sample(pipe, inputs, latents, *given, steps=steps, **more)
 
-    monkeypatch.setattr(rollouts, "sample_latents", noted)
+    monkeypatch.setattr(sampler, "sample_latents", noted)
     options = {"window": 1, "window_kind": kind, "shared_noise": shared}
     options |= {"num_inference_steps": 4, "guidance_scale": 1.0}
     for step in range(3):
-        sampler = sampler_for(model, [CAT] * 4, None, 2, step, **options)
-        sampler.denoise(sampler.prepare_denoising(sampler.sample_all_tokens()))
-    words = ["--model.component", "both", "--training.batch_size", "1"]
-    words += ["--reward.grpo.group_size", "2"]
-    for name, value in options.items():
-        words += [f"--rollout.{name}", str(value).lower()]
-    config = parse_args(words)
-    step = plan.Step(config, plan.model_layout(DATA / "tiny-glm-image"), processes=1)
-    image = plan.forward_flop(step.dit) / (plan.FLOP_REACHED * plan.GPUS["H100"].flop)
-    seconds = plan.step_seconds(step, plan.GPUS["H100"])["denoising"]
-    assert sum(counted) == pytest.approx(3 * seconds / image)
+        one = sampler_for(model, [CAT], None, 2, 2, step, **options)
+        one.denoise(one.prepare_denoising(one.sample_all_tokens()))
     assert sum(counted) == 3 * 4 * 4 - (2 * (0 + 1 + 2) if shared and kind == "sliding" else 0)
 
 
@@ -335,16 +358,16 @@ def test_the_dry_run_counts_the_steps_that_are_denoised(kind, shared, monkeypatc
 def test_other_programs_do_not_change_the_batches_of_tokens(monkeypatch):
     "Another batch rounds differently, so a run beside a full device would sample other tokens."
     model, batches = model_of("ar", 4), []
-    sample = rollouts.sample_tokens
+    sample = sampler.sample_tokens
 
     def noted(ar, inputs, index, *more):
         batches.append(len(index))
         return sample(ar, inputs, index, *more)
 
-    monkeypatch.setattr(rollouts, "sample_tokens", noted)
+    monkeypatch.setattr(sampler, "sample_tokens", noted)
     nearly_full = SimpleNamespace(total=16 * 10**9, available=10**5)
     monkeypatch.setattr("psutil.virtual_memory", lambda: nearly_full)
-    sampler_for(model, [CAT] * 4).sample_all_tokens()
+    sampler_for(model, [CAT], samples=4).sample_all_tokens()
     assert batches == [4]
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from glm_grpo.model.wrapper import GLMImageWrapper
-from glm_grpo.training.toy import ICONS, ToyPainter, icon_images, nearness
+from glm_grpo.toy import ICONS, ToyPainter, icon_images, nearness
 from glm_grpo.training.trainer import MinimalGRPOTrainer
 
 TINY = Path(__file__).parents[1] / "data/tiny-glm-image"

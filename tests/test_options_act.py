@@ -15,15 +15,15 @@ import torch
 from helpers import ROOT, read_json
 
 from glm_grpo.data.basics import UserError
-from glm_grpo.model import rollouts
+from glm_grpo.model import sampler
 from glm_grpo.model.latents import decode_latents
 from glm_grpo.model.sampling import sample_tokens
 from glm_grpo.model.wrapper import GLMImageWrapper
 from glm_grpo.rewards.calling import RewardError
-from glm_grpo.rewards.weighted import Scores, WeightedReward
+from glm_grpo.rewards.weighted import Rewards, WeightedReward
 from glm_grpo.training.experience import compare_samples
 from glm_grpo.training.options import TrainerOptions
-from glm_grpo.training.toy import ICONS, ToyStudio, icon_images, nearness
+from glm_grpo.toy import ICONS, ToyStudio, icon_images, nearness
 from glm_grpo.training.trainer import MinimalGRPOTrainer
 
 PROMPTS = list(ICONS)[:3]
@@ -137,6 +137,17 @@ def test_each_option_has_a_row():
     assert names == set(TOY) | set(REAL) | elsewhere
 
 
+def test_options_and_single_values_are_not_mixed():
+    "It would be open which one counts."
+    for single in ({"group_size": 16}, {"beta": 0.1}, {"micro_batch_size": None}):
+        with pytest.raises(UserError, match=f"together with {next(iter(single))}"):
+            MinimalGRPOTrainer(
+                ToyStudio(PROMPTS), [BATCH], nearness, options=TrainerOptions(), **single
+            )
+    trainer = MinimalGRPOTrainer(ToyStudio(PROMPTS), [BATCH], nearness, options=TrainerOptions())
+    assert trainer.group_size == TrainerOptions().grpo.group_size
+
+
 def toy_run(folder, steps=1, reward=lambda: nearness, scores=1.0, **options):
     "What a training of the toy studio leaves. scores: a factor of the log-probs in the update."
     base = {"group_size": 4, "learning_rate": 0.3, "dit_learning_rate": 1e-4}
@@ -227,7 +238,7 @@ def test_an_option_of_training_acts(name, tmp_path, monkeypatch):
 def test_a_sample_whose_advantage_is_exactly_zero_is_counted_with_its_group():
     rewards = torch.tensor([0.0, 0.5, 1.0, 2.0, 2.0, 2.0])
     options = TrainerOptions().with_changes(equal="drop")
-    _, advantages, counted = compare_samples(Scores(rewards), None, 3, 1, options)
+    _, advantages, counted = compare_samples(Rewards(rewards), None, 3, 1, options)
     assert advantages[1] == 0 and counted.tolist() == [True] * 3 + [False] * 3
 
 
@@ -259,8 +270,8 @@ def real_run(monkeypatch, **options):
         sampled.append(len(index))
         return sample_tokens(ar, inputs, index, *more)
 
-    monkeypatch.setattr(rollouts, "decode_latents", noted_decode)
-    monkeypatch.setattr(rollouts, "sample_tokens", noted_sample)
+    monkeypatch.setattr(sampler, "decode_latents", noted_decode)
+    monkeypatch.setattr(sampler, "sample_tokens", noted_sample)
     trainer = MinimalGRPOTrainer(
         tiny(), [], lambda images: images.mean((1, 2, 3)), **base | options
     )

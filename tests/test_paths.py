@@ -58,12 +58,10 @@ def test_results_of_others_are_not_overwritten(tmp_path, name):
 )
 def test_data_that_cannot_be_opened_are_told_first(folder, capsys, option, mode):
     make_odd(folder)
-    if mode == "i2i":
-        (folder / "target_images").rename(folder / "source_images")
     run = folder / "run"
     for name, says in ODD.items():
-        words = [option, f"{folder}/{name}", "--training.mode", mode, "--output_dir", run]
-        assert main(*small(folder, *words)) == 2
+        words = [option, f"{folder}/{name}", "--output_dir", run]
+        assert main(*small(folder, *words, mode=mode)) == 2
         message = told(capsys)
         assert says in message
         message.encode()

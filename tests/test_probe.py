@@ -2,42 +2,43 @@
 
 import pytest
 import torch
-from helpers import PROMPTS, read_json, small, told, write_images
+from helpers import PROMPTS, read_json, small, told
 
-from glm_grpo.data.rollout import SampleNames
+from glm_grpo.maths.noise import SampleNames
 from glm_grpo.model.wrapper import GLMImageWrapper
 from glm_grpo.run.probe import group_numbers, main, variance_parts
 
 pytestmark = pytest.mark.usefixtures("at_root")
 
 
-def probe(folder, *words):
-    words = small(folder, "--num_prompts", 2, "--output_dir", folder / "probe", *words)
+def probe(folder, *words, mode=None):
+    words = ["--num_prompts", 2, "--output_dir", folder / "probe", *words]
+    words = small(folder, *words, mode=mode)
     return main([str(word) for word in words])
 
 
 def test_large_grids_of_a_preview_share_its_tokens_and_nothing_else_changes():
     model = GLMImageWrapper(device="cpu", torch_dtype="float32")
     size = {"height": 64, "width": 64, "num_inference_steps": 1, "temperature": 3, "top_p": 1}
-    tree = SampleNames.tree(0, 0, PROMPTS[:1], previews=2, grids=2, images=2)
-    prompts = PROMPTS[:1] * len(tree.samples)
-    rollout = model.generate_with_tracking(prompts, names=tree, **size)
+    shape = {"samples": 2 * 2, "images": 2}
+    tree = SampleNames.grow(0, 0, PROMPTS[:1], **shape, grids_per_preview=2, own_noise=True)
+    rollout = model.generate_with_tracking(PROMPTS[:1], names=tree, **size)
     preview = rollout.tokens.grids[0][0] * rollout.tokens.grids[0][1]
     previews = rollout.token_ids[:, :preview].view(2, 2, 2, preview)
     assert (previews == previews[:, :1, :1]).all() and not torch.equal(previews[0], previews[1])
     large = rollout.token_ids[:, preview:].view(2, 2, 2, -1)
     assert torch.equal(large[:, :, 0], large[:, :, 1])
     assert not torch.equal(large[:, 0], large[:, 1])
-    flat = SampleNames.number(0, 0, prompts, images_per_sample=2)
-    alone = model.generate_with_tracking(prompts, names=flat, **size)
-    first = [row for row, sample in enumerate(flat.samples) if sample % 2 == 0]
+    flat = SampleNames.grow(0, 0, PROMPTS[:1], **shape)
+    alone = model.generate_with_tracking(PROMPTS[:1], names=flat, **size)
+    first = [row for row, sample in enumerate(flat.sample_of_image) if sample % 2 == 0]
     assert torch.equal(alone.token_ids[first], rollout.token_ids[first])
     noise = rollout.initial_latents
-    assert len({tuple(row) for row in noise.flatten(1)[:, :8].tolist()}) == len(tree.samples)
+    assert len({tuple(row) for row in noise.flatten(1)[:, :8].tolist()}) == len(tree.images)
 
 
 def test_a_reward_is_probed_as_it_would_be_trained(folder, capsys):
-    assert probe(folder) == 0
+    assert probe(folder, mode="t2i") == 0
     said = capsys.readouterr().out
     assert "between previews" in said and "Train model.component" in said
     record = read_json(folder / "probe/probe.json")
@@ -49,7 +50,7 @@ def test_a_reward_is_probed_as_it_would_be_trained(folder, capsys):
 
 def test_a_prompt_that_is_repeated_is_probed_once(folder, capsys):
     (folder / "prompts.txt").write_text("\n".join([PROMPTS[0], PROMPTS[0], PROMPTS[1]]))
-    assert probe(folder, "--num_prompts", 3) == 0
+    assert probe(folder, "--num_prompts", 3, mode="t2i") == 0
     assert "reward, 2 prompts" in capsys.readouterr().out
 
 
@@ -86,8 +87,7 @@ def test_previews_that_differ_by_rounding_are_equal():
 
 def test_large_grids_of_an_edit_differ(folder):
     "It has no preview, so all grids are compared as such."
-    write_images(folder / "source_images", [(40 * i, 90, 60) for i in range(3)])
-    assert probe(folder, "--mode", "i2i", "--previews", 2, "--grids", 2) == 0
+    assert probe(folder, "--previews", 2, "--grids", 2) == 0
     record = read_json(folder / "probe/probe.json")["reward"]
     rewards = torch.tensor(record["rewards"])
     assert rewards.shape == (2, 1, 4, 2) and rewards.mean(3).std(2).min() > 0

@@ -2,20 +2,17 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
-import threading
 import time
-from pathlib import Path
 
 import pytest
 import torch
-from helpers import main, small, steps, told
+from helpers import ROOT, main, small, steps, told
+from test_rewards_remote import BrokenServer, Restarts
 
 from glm_grpo.remote import RemoteReward
 
-ROOT = Path(__file__).resolve().parent.parent
 REWARD = """
 def redness(images, prompts):
     if "fail" in prompts:
@@ -24,13 +21,12 @@ def redness(images, prompts):
 """
 
 
-def start_server(folder, reward=REWARD, port=0):
+def start_server(folder):
     "`python -m glm_grpo.remote`, with a reward of that folder, on any free port."
-    (folder / "my_reward.py").write_text(reward)
+    (folder / "my_reward.py").write_text(REWARD)
     env = {name: value for name, value in os.environ.items() if name != "GLM_GRPO_TOKEN"}
     env |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "glm_grpo.remote", "my_reward.py:redness"]
-    command += ["--port", str(port)]
+    command = [sys.executable, "-m", "glm_grpo.remote", "my_reward.py:redness", "--port", "0"]
     pipe = subprocess.PIPE
     return subprocess.Popen(command, cwd=folder, env=env, stdout=pipe, stderr=pipe, text=True)
 
@@ -60,54 +56,19 @@ def test_command_line(tmp_path):
     assert out.endswith("ended.\n") and "5 images" in out and "Traceback" in out, out
 
 
-BREAKS_DOWN = """
-import os, time
-from pathlib import Path
-
-def redness(images):
-    with open("calls", "a") as calls:
-        calls.write("x")
-    if len(Path("calls").read_text()) == 4:  # in the second step
-        {statement}
-    return images[:, 0].mean((1, 2)) - images[:, 1:].mean((1, 2, 3))
-"""
-
-
-def train_with(folder, statement, seconds_away, *words):
-    "Three steps with a server that breaks down in the second; it is started again -> status."
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    reward, over = BREAKS_DOWN.format(statement=statement), threading.Event()
-
-    def supervise():
-        while not over.is_set():
-            with start_server(folder, reward, port) as server:
-                server.stdout.readline()
-                started.set()
-                while server.poll() is None and not over.wait(0.05):
-                    pass
-                server.kill()
-            over.wait(seconds_away)
-
-    started = threading.Event()
-    thread = threading.Thread(target=supervise)
-    thread.start()
-    assert started.wait(60)
+def train_with(folder, server, *words):
+    "Three steps; the first requests of the server try it, and the fourth is the second step's."
     options = ["--num_steps", 3, "--training.trackers", "null", "--output_dir", folder / "run"]
-    options += ["--reward.remote.far", f"http://127.0.0.1:{port}", "--reward.metrics.far", 1]
-    options += ["--reward.functions", "null", *words]
-    try:
-        return main(*small(folder, *options))
-    finally:
-        over.set()
-        thread.join()
+    options += ["--reward.remote.far", server.url, "--reward.metrics.far", 1]
+    return main(*small(folder, *options, "--reward.functions", "null", *words))
 
 
 @pytest.mark.usefixtures("at_root")
 def test_a_run_waits_for_a_server_that_restarts(folder, capsys):
     "It is away for longer than the two quick retries, and for longer than the time limit."
     words = ["--reward.time_limit", 3, "--reward.remote_patience", 2]
-    assert train_with(folder, "os._exit(1)", 4, *words) == 0
+    with Restarts(4, request=4) as server:
+        assert train_with(folder, server, *words) == 0
     said = [line for line in capsys.readouterr().out.splitlines() if " waiting  " in line]
     assert len(said) == 1 and "up to 2 minutes (reward.remote_patience)" in said[0]
     assert steps(folder / "run") == [1, 2, 3]
@@ -116,7 +77,8 @@ def test_a_run_waits_for_a_server_that_restarts(folder, capsys):
 @pytest.mark.usefixtures("at_root")
 def test_a_server_that_stays_away_is_told_with_the_steps_saved(folder, capsys):
     begin = time.monotonic()
-    assert train_with(folder, "os._exit(1)", 100, "--reward.remote_patience", 0.1) == 2
+    with Restarts(999, request=4) as server:
+        assert train_with(folder, server, "--reward.remote_patience", 0.05) == 2
     message = told(capsys)
     assert "gave no scores (ConnectError" in message and "1 steps are saved" in message
     assert time.monotonic() - begin < 90 and steps(folder / "run") == [1]
@@ -124,5 +86,6 @@ def test_a_server_that_stays_away_is_told_with_the_steps_saved(folder, capsys):
 
 @pytest.mark.usefixtures("at_root")
 def test_a_slow_server_has_the_time_limit(folder, capsys):
-    assert train_with(folder, "time.sleep(60)", 0, "--reward.time_limit", 2) == 2
-    assert "far has not answered within 2 s (reward.time_limit)" in told(capsys)
+    with BrokenServer(lambda *request: time.sleep(60)) as server:
+        assert train_with(folder, server, "--reward.time_limit", 1) == 2
+    assert "far has not answered within 1 s (reward.time_limit)" in told(capsys)

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 from unittest import mock
 
 import pytest
-from helpers import GREEN, PROMPTS, ROOT, contents, evaluate_main, main, read_json, resume, small
-from helpers import step_of, steps
+from helpers import GREEN, PROMPTS, ROOT, contents, evaluate_main, main, make_folder
+from helpers import read_json, resume, small, step_of, steps
 
 from glm_grpo.run.command_line import parse_args
 from glm_grpo.training.callbacks import CheckpointCallback
@@ -108,9 +108,7 @@ def test_a_run_that_is_done_says_how_it_goes_on(run, tmp_path, capsys, dry):
 @pytest.fixture(scope="module")
 def long(tmp_path_factory):
     "A run of four steps that kept the last two checkpoints."
-    folder = tmp_path_factory.mktemp("long")
-    (folder / "prompts.txt").write_text("\n".join(PROMPTS) + "\n")
-    (folder / "green.py").write_text(GREEN)
+    folder = make_folder(tmp_path_factory.mktemp("long"))
     words = ["--training.save_interval", 1, "--training.keep_checkpoints", 2]
     words += ["--training.ema_decay", 0.9, "--training.learning_rate", 1e-3, "--num_steps", 4]
     with contextlib.chdir(ROOT):
@@ -180,7 +178,7 @@ def test_the_averages_of_a_checkpoint_are_measured_with_the_options_of_the_run(c
     assert found[0]["after"]["rewards"] == found[1]["after"]["rewards"]
     assert "green" in found[1]["after"]["metrics"]
     alone = shutil.copytree(ema.parent, copied.parent / "alone")
-    assert evaluate_main("--checkpoint", alone / "ema", "--data.image_size", 100) == 2
+    assert evaluate_main("--checkpoint", alone / "ema", "--model.torch_dtype", "float16") == 2
     assert "in no run's folder" in capsys.readouterr().out
 
 

@@ -52,7 +52,7 @@ def home(folder, models, monkeypatch):
 
 
 def options_without_reward(folder):
-    words = small(folder)
+    words = small(folder, mode="t2i")
     at = words.index("--reward.functions")
     return words[:at] + words[at + 2 :]
 

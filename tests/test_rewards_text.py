@@ -13,7 +13,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from glm_grpo.data.basics import refusal
 from glm_grpo.data.images import pil_to_tensor
-from glm_grpo.rewards.text import TextReader, text_score
+from glm_grpo.rewards.text import TextReader, text_likeness
 
 pytest.importorskip("rapidocr")
 
@@ -40,7 +40,7 @@ def write(word, side=128, font="DejaVuSans-Bold", ink="black", paper="white"):
 
 
 def is_read(reader, word, **style):
-    return text_score(reader.read(write(word, **style))[0], [word], exact=True) == 1
+    return text_likeness(reader.read(write(word, **style))[0], [word], exact=True) == 1
 
 
 def test_fonts_sides_and_colours(reader):
@@ -78,7 +78,7 @@ def test_a_sign_on_its_side_is_not_read_as_upright(reader, turns):
     for word in ("OPEN", "HELLO", "Monday to"):
         for side in (128, 512):
             turned = write(word, side=side).rot90(turns, (2, 3))
-            assert text_score(reader.read(turned)[0], [word]) <= 0.25, (word, side)
+            assert text_likeness(reader.read(turned)[0], [word]) <= 0.25, (word, side)
 
 
 def test_a_high_letter_stands_as_it_is(reader):
@@ -92,8 +92,8 @@ def test_the_order_of_any_number_of_texts_does_not_count(count):
     wanted = [f"{a} {b}" for a, b in zip(texts[::2], texts[1::2])]
     read = rng.sample(wanted, count)
     start = time.process_time()
-    assert text_score(read, wanted) == text_score(" ".join(read).split(), wanted) == 1
+    assert text_likeness(read, wanted) == text_likeness(" ".join(read).split(), wanted) == 1
     assert time.process_time() - start < 0.4  # two scores
     read[0] = "Z" + read[0][1:]  # one wrong letter
     letters = len("".join(wanted).replace(" ", ""))
-    assert text_score(read, wanted) == pytest.approx(1 - 1 / letters)
+    assert text_likeness(read, wanted) == pytest.approx(1 - 1 / letters)

@@ -12,7 +12,7 @@ import torch
 
 from glm_grpo.maths.advantages import compute_advantages
 from glm_grpo.rewards.calling import RewardError
-from glm_grpo.rewards.weighted import Judging, WeightedReward
+from glm_grpo.rewards.weighted import PendingRewards, WeightedReward
 from glm_grpo.training.experience import compare_samples
 from glm_grpo.training.options import TrainerOptions
 
@@ -63,8 +63,8 @@ def test_an_image_whose_part_has_no_score_does_not_win():
     prompts, images = ["one"] * 4 + ["two"] * 4, torch.zeros(8, 3, 2, 2)
     expected = torch.tensor([20.7, 21.1, 21.7, 22.3, 2, 4, 6, 8])
     for scores in (
-        reward.score(images, prompts),
-        Judging(reward, ["one", "two"], group=4).finish(images),
+        reward.measure(images, prompts),
+        PendingRewards(reward, ["one", "two"], group=4).finish(images),
     ):
         assert torch.allclose(scores.rewards, expected)
         assert scores.parts["b"].isnan().sum() == 5  # what was said
@@ -105,7 +105,7 @@ def test_a_program_ends_while_a_part_still_works():
 
         reward = WeightedReward({"slow": slow}, {"slow": 1.0}, time_limit=0.1)
         try:
-            reward.score(torch.zeros(1, 3, 2, 2), ["one"])
+            reward.measure(torch.zeros(1, 3, 2, 2), ["one"])
         except RewardError as error:
             print(error)
     """
@@ -141,7 +141,7 @@ def test_a_program_ends_while_a_part_computes(work, end):
         parts = {{"heavy": computes, "broken": breaks}}
         reward = WeightedReward(parts, {{"heavy": 1, "broken": 1}})
         try:
-            reward.score(torch.zeros(1, 3, 2, 2), ["one"])
+            reward.measure(torch.zeros(1, 3, 2, 2), ["one"])
         except RewardError as error:
             print(error)
         {ENDS[end]}

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("at_root")
 NAMES = {signal.SIGINT: "Ctrl+C", signal.SIGTERM: "SIGTERM", signal.SIGHUP: "SIGHUP"}
 
 
-@pytest.mark.parametrize("module, signum", list(zip(("train", "evaluate", "train"), NAMES)))
+@pytest.mark.parametrize("module, signum", list(zip(("train", "evaluate"), NAMES)))
 def test_a_signal_while_packages_are_imported(module, signum):
     words = [sys.executable, "-X", "importtime", "-m", f"glm_grpo.{module}"]
     process = subprocess.Popen(words, cwd=ROOT, stderr=subprocess.PIPE, text=True)
@@ -105,7 +105,8 @@ def test_nohup_keeps_a_run_going(folder):
 def test_a_signal_while_results_are_written(folder, capsys, monkeypatch):
     "Training is done: the last line says how to evaluate it."
     run = folder / "run"
-    monkeypatch.setattr(program.Run, "finish", interrupted_by(signal.SIGTERM, program.Run.finish))
+    finish = interrupted_by(signal.SIGTERM, program.Training.finish)
+    monkeypatch.setattr(program.Training, "finish", finish)
     words = small(folder, "--num_steps", 1, "--training.trackers", "null", "--output_dir", run)
     assert main(*words, "--training.eval_samples", 1) == 143
     last = capsys.readouterr().out.strip().splitlines()[-1]

@@ -1,4 +1,4 @@
-"""tools/make_tiny_model.py, at two steps a stage, and the model that it made."""
+"""tools/make_tiny_model.py, at one step a stage, and the model that it made."""
 
 import json
 import sys
@@ -9,7 +9,7 @@ import torch
 from helpers import ROOT
 
 from glm_grpo.data.images import pil_to_tensor
-from glm_grpo.data.scenes import SIDE, Drawings
+from glm_grpo.rewards.scenes import SIDE, Drawings
 from glm_grpo.model.tokens import prepare_prompts
 from glm_grpo.model.wrapper import GLMImageWrapper
 
@@ -34,17 +34,18 @@ def test_what_the_program_makes_loads_and_samples(tmp_path, monkeypatch, options
 
     fit, all_pictures = program.fit, program.all_pictures
 
-    def fit_twice(parameters, next_loss, steps, *rest, **options):
-        return fit(parameters, next_loss, 2, *rest, **options)
+    def fit_once(parameters, next_loss, steps, *rest, **options):
+        return fit(parameters, next_loss, 1, *rest, **options)
 
-    monkeypatch.setattr(program, "fit", fit_twice)
+    monkeypatch.setattr(program, "fit", fit_once)
+    monkeypatch.setattr(program, "WORDS", program.WORDS[::16])
     for small in ("BATCH", "CAPTIONS"):
         monkeypatch.setattr(program, small, 4)
     monkeypatch.setattr(program, "all_pictures", lambda: all_pictures()[::201])
     monkeypatch.setattr(sys, "argv", ["make_tiny_model.py", f"--out={tmp_path}/model", *options])
     program.main()
     log = json.loads((tmp_path / "model/training.json").read_text())
-    assert stages <= set(log) and all(log[name][-1]["step"] == 2 for name in stages)
+    assert stages <= set(log) and all(log[name][-1]["step"] == 1 for name in stages)
     assert sum(file.stat().st_size for file in tmp_path.rglob("*") if file.is_file()) < 20e6
     model = GLMImageWrapper(f"{tmp_path}/model", device="cpu")
     rollout = model.generate_with_tracking("a cat on a red ground", num_inference_steps=1)

@@ -19,7 +19,7 @@ from glm_grpo.rewards.weighted import WeightedReward
 from glm_grpo.training.callbacks import Callback, ProgressLines
 from glm_grpo.training.interrupts import NotFinite
 from glm_grpo.training.ranks import Ranks
-from glm_grpo.training.toy import ICONS, ToyPainter, ToyStudio, TokenTable, icon_images, nearness
+from glm_grpo.toy import ICONS, ToyPainter, ToyStudio, TokenTable, icon_images, nearness
 from glm_grpo.training.trainer import MinimalGRPOTrainer
 
 PROMPTS = list(ICONS)
@@ -510,8 +510,8 @@ def test_a_reward_that_compares_gets_whole_groups(images_per_sample):
     class Slowly(ToyStudio):
         def generate_with_tracking(self, prompts, images=None, *, on_images, **more):
             rollout = super().generate_with_tracking(prompts, images, **more)
-            for start in range(0, len(prompts), 3):
-                rows = list(range(start, min(start + 3, len(prompts))))
+            for start in range(0, len(rollout), 3):
+                rows = list(range(start, min(start + 3, len(rollout))))
                 on_images(rows, rollout.image_tensors[rows])
             return rollout
 

@@ -12,7 +12,7 @@ from PIL import Image
 from glm_grpo.data.basics import atomic_dir
 from glm_grpo.training.callbacks import Callback, CheckpointCallback, TrackerLogger
 from glm_grpo.training.checkpoints import find_checkpoint, read_note
-from glm_grpo.training.toy import ICONS, ToyPainter, icon_images, nearness
+from glm_grpo.toy import ICONS, ToyPainter, icon_images, nearness
 from glm_grpo.training.trainer import MinimalGRPOTrainer
 
 BATCH = {"prompts": list(ICONS), "target_images": icon_images(list(ICONS))}

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from glm_grpo.data.basics import atomic_write
 from glm_grpo.data.prompts import read_lines
-from glm_grpo.data.rollout import SampleNames, request_names
 from glm_grpo.maths.advantages import compute_advantages
+from glm_grpo.maths.noise import SampleNames
 from glm_grpo.model.wrapper import GLMImageWrapper
-from glm_grpo.rewards.scene_checks import DetailCheck
+from glm_grpo.rewards.scenes import DetailCheck
 
 BATCHES, PROMPTS, GROUP = 10, 8, 8
 OUT = "data/halves_runs/agreement.json"
@@ -27,11 +27,10 @@ OUT = "data/halves_runs/agreement.json"
 def policy_gradient(model: GLMImageWrapper, reward, prompts: list[str], step: int) -> list[Tensor]:
     "The gradient of the advantage-weighted log-probs of one batch, for each weight of the DiT."
     few = [prompts[(PROMPTS * step + i) % len(prompts)] for i in range(PROMPTS)]
-    rows = [prompt for prompt in few for _ in range(GROUP)]
     rollout = model.generate_with_tracking(
-        rows,
+        few,
         # the images of a group are made of the same tokens: only the DiT's noise differs
-        names=SampleNames.number(0, step, request_names(rows), images_per_sample=GROUP),
+        names=SampleNames.grow(0, step, few, samples=1, images=GROUP),
         height=128,
         width=128,
         num_inference_steps=3,

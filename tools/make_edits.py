@@ -12,7 +12,7 @@ import numpy as np
 from PIL import Image
 from scene_sets import SIZES, all_scenes, all_words, has_room, render, split_of, words_of
 
-from glm_grpo.data.scenes import GROUNDS, PLACES, SIDE, Drawings, Scene
+from glm_grpo.rewards.scenes import GROUNDS, PLACES, SIDE, Drawings, Scene
 
 EDITS = ("recolour", "move", "add", "change")
 

@@ -20,24 +20,19 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 import torch.nn.functional as F
-from diffusers import FlowMatchEulerDiscreteScheduler, GlmImagePipeline
+from diffusers import GlmImagePipeline
 from diffusers.pipelines.glm_image.pipeline_glm_image import calculate_shift
 from make_edits import EDITS, Edit
 from PIL import Image
 from scene_sets import all_scenes, has_room, render, split_of, words_of
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor, nn
 from tqdm import tqdm
-from transformers import ByT5Tokenizer, GenerationConfig, GlmImageProcessor
-from transformers import PreTrainedTokenizerFast
-from transformers.models.glm_image.image_processing_pil_glm_image import GlmImageImageProcessorPil
 
 from glm_grpo.data.basics import atomic_dir
 from glm_grpo.data.images import pil_to_tensor
-from glm_grpo.data.scenes import GROUNDS, PLACES, SIDE, SIGN, Drawings, Scene
+from glm_grpo.rewards.scenes import GROUNDS, PLACES, SIDE, SIGN, Drawings, Scene
 from glm_grpo.model.latents import Source, latent_statistics, source_cache
 from glm_grpo.model.loading import load_pipeline
-from glm_grpo.model.memory import PUBLISHED, build_part
 from glm_grpo.model.tokens import prepare_prompts, upsample_tokens
 
 DRAWINGS = Drawings("data/drawings")
@@ -48,140 +43,22 @@ BATCH, CAPTIONS = 48, 32  # images of a step of the DiT, and edits of the AR; it
 LEFT, TOP, RIGHT, BOTTOM = (v // 8 for v in SIGN)
 SIGN_AREA = (slice(None), slice(TOP, BOTTOM), slice(LEFT, RIGHT))  # of latents [C, 16, 16]
 
-TINY = {
-    "ar": {
-        "text_config": PUBLISHED["ar"]["text_config"]
-        | {
-            "vocab_size": 1548,
-            "hidden_size": 192,
-            "intermediate_size": 512,
-            "num_hidden_layers": 4,
-            "num_attention_heads": 3,
-            "num_key_value_heads": 1,
-            "max_position_embeddings": 4096,
-            "vision_vocab_size": 1032,
-            "rope_parameters": {
-                "rope_type": "default",
-                "rope_theta": 8.0,
-                "partial_rotary_factor": 0.5,
-                "mrope_section": [4, 6, 6],
-            },
-        },
-        "vision_config": {
-            "depth": 1,
-            "hidden_size": 64,
-            "num_heads": 2,
-            "image_size": 256,
-            "patch_size": 16,
-            "intermediate_size": 128,
-        },
-        "vq_config": {"embed_dim": 64, "num_embeddings": 1024, "latent_channels": 64},
-    },
-    "dit": PUBLISHED["dit"]
-    | {
-        "num_layers": 5,
-        "attention_head_dim": 32,
-        "num_attention_heads": 5,
-        "text_embed_dim": 64,
-        "time_embed_dim": 64,
-        "condition_dim": 32,
-        "prior_vq_quantizer_codebook_size": 1024,
-    },
-    "byt5": PUBLISHED["byt5"]
-    | {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4},
-    "vae": PUBLISHED["vae"]
-    | {
-        "block_out_channels": [16, 32, 64, 64],
-        "layers_per_block": 1,
-        "norm_num_groups": 8,
-        "sample_size": SIDE,
-        "mid_block_add_attention": True,
-    },
-}
-
-
-# Parts with random weights
-
-
-def make_tokenizer(captions: list[str]) -> PreTrainedTokenizerFast:
-    "A byte-level BPE with GLM-Image's special tokens; the first ids are the image tokens."
-    special = [f"<|dit_token_{i}|>" for i in range(TINY["ar"]["text_config"]["vision_vocab_size"])]
-    special += ["<|endoftext|>", "<sop>", "<eop>", "<|image|>"]
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=len(special) + 512,
-        special_tokens=special,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    bpe.train_from_iterator(captions, trainer)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=bpe,
-        bos_token="<|dit_token_1024|>",
-        eos_token="<|dit_token_1025|>",
-        pad_token="<|endoftext|>",
-        padding_side="left",
-        extra_special_tokens={
-            "image_token": "<|image|>",
-            "grid_bos_token": "<sop>",
-            "grid_eos_token": "<eop>",
-        },
-    )
-
-
-CHAT = (
-    "{%- for m in messages %}{%- if m['content'] is string %}{{- m['content'] }}"
-    "{%- else %}{%- for c in m['content'] %}"
-    "{%- if c['type'] == 'image' or 'image' in c %}"
-    "{{- '<|dit_token_1024|><|image|><|dit_token_1025|>' }}"
-    "{%- elif 'text' in c %}{{- c['text'] }}"
-    "{%- endif %}{%- endfor %}{%- endif %}{%- endfor %}"
-)
+TINY = "data/tiny-glm-image"
 
 
 def make_pipeline(captions: list[str]) -> GlmImagePipeline:
-    "The untrained model. The captions train its tokenizer."
-    tokenizer = make_tokenizer(captions)
-    image_processor = GlmImageImageProcessorPil(
-        patch_size=16,
-        temporal_patch_size=1,
-        merge_size=1,
-        size={"shortest_edge": 64 * 64, "longest_edge": 512 * 512},
-        image_mean=[0.5] * 3,
-        image_std=[0.5] * 3,
-    )
-    marks = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    ar = TINY["ar"] | {
-        "text_config": TINY["ar"]["text_config"] | marks,
-        "image_token_id": tokenizer.convert_tokens_to_ids("<|image|>"),
-        "image_start_token_id": tokenizer.bos_token_id,
-        "image_end_token_id": tokenizer.eos_token_id,
-    }
+    "The committed model's parts and sizes with random weights; the captions train its tokenizer."
+    pipe = load_pipeline(TINY)
+    tokenizer, sampling = pipe.processor.tokenizer, pipe.vision_language_encoder.generation_config
+    pipe.processor.tokenizer = tokenizer.train_new_from_iterator(captions, len(tokenizer))
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        parts = {
-            "vision_language_encoder": build_part("ar", ar, "cpu"),
-            "transformer": build_part("dit", TINY["dit"], "cpu"),
-            "text_encoder": build_part("byt5", TINY["byt5"], "cpu"),
-            "vae": build_part("vae", TINY["vae"], "cpu"),
-        }
-    parts["vision_language_encoder"].generation_config = GenerationConfig(
-        do_sample=True, temperature=0.9, top_p=0.75, top_k=1032, **marks
-    )
-    return GlmImagePipeline(
-        processor=GlmImageProcessor(image_processor, tokenizer, chat_template=CHAT),
-        tokenizer=ByT5Tokenizer(),
-        scheduler=FlowMatchEulerDiscreteScheduler(
-            use_dynamic_shifting=True,
-            time_shift_type="linear",
-            base_shift=0.25,
-            max_shift=0.75,
-            base_image_seq_len=256,
-        ),
-        **parts,
-    )
+        for name in ("vision_language_encoder", "transformer", "text_encoder", "vae"):
+            part = getattr(pipe, name)
+            build = getattr(type(part), "from_config", type(part))
+            setattr(pipe, name, build(part.config).float())
+    pipe.vision_language_encoder.generation_config = sampling
+    return pipe
 
 
 # Pictures, captions and edits
@@ -666,7 +543,7 @@ def train_spelling(pipe, pictures: list[Picture]) -> list[dict]:
 def make_signs() -> tuple[GlmImagePipeline, dict]:
     """The AR reads captions whose images, three in five, lack the sign that they name, so that a
     reward has something to teach. Held-out words are never shown."""
-    pipe, pictures = load_pipeline("data/tiny-glm-image").to(torch.float32), all_pictures()
+    pipe, pictures = load_pipeline(TINY).to(torch.float32), all_pictures()
     signed = [picture for picture in pictures if picture.sign]
     logs = {"picture decoder, words": train_spelling(pipe, signed)}
     unsigned = [replace(picture, sign=False) for picture in signed]
@@ -676,7 +553,7 @@ def make_signs() -> tuple[GlmImagePipeline, dict]:
     token_ids = torch.cat([with_sign] * 2 + [without] * 3 + [others])
     data = SimpleNamespace(pictures=signed * 5 + counted, token_ids=token_ids)
     logs["token writer, signs left out"] = train_ar(pipe, data, 200, 1e-3, 51, sloppy=0.77)
-    return pipe, json.loads(Path("data/tiny-glm-image/training.json").read_text()) | logs
+    return pipe, json.loads(Path(TINY, "training.json").read_text()) | logs
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from glm_grpo.data.scenes import (
+from glm_grpo.rewards.scenes import (
     COUNTS,
     GROUNDS,
     LETTERS,

@@ -6,8 +6,7 @@ if __name__ == "__main__":
     share_cores()  # before torch is imported
 
 from glm_grpo.bench.program import main
-from glm_grpo.run.command_line import run_command
 from glm_grpo.training.interrupts import leave
 
 if __name__ == "__main__":
-    leave(run_command(main))
+    leave(main())

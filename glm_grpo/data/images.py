@@ -99,12 +99,15 @@ def load_image(
 ) -> Image.Image:  # RGB
     """Decode an image, rotated as its EXIF data says, on white where transparent, with 8 bits.
     UserError: the file is missing or broken."""
-    packed = isinstance(path, PackedImage)
-    if not packed and not os.path.isfile(path):
+    if isinstance(path, PackedImage):
+        file: str | Path | io.BytesIO = io.BytesIO(path.data)
+    elif os.path.isfile(path):
+        file = path
+    else:
         check_path(path)
         raise UserError(f"{path}: no such image. Add it, or correct the name.")
     try:
-        with Image.open(io.BytesIO(path.data) if packed else path) as image:
+        with Image.open(file) as image:
             image.load()
             upright = ImageOps.exif_transpose(image)
             upright = _eight_bits(upright)
@@ -124,13 +127,14 @@ def height_width(
     image_size: int | Sequence[int],  # pixels: one number for a square, or (height, width)
 ) -> tuple[int, int]:  # (height, width)
     "An image size as a pair."
-    return (image_size, image_size) if isinstance(image_size, int) else tuple(image_size)
+    height, width = (image_size,) * 2 if isinstance(image_size, int) else image_size
+    return height, width
 
 
 def fit_image(
     image: Image.Image,
     size: tuple[int, int],  # pixels: (height, width)
-) -> Image.Image:  # of that size
+) -> Image.Image:  # in that size
     "Resize to cover the size (Lanczos), then crop the centre."
     return ImageOps.fit(image, size[::-1], Image.Resampling.LANCZOS)
 
@@ -155,21 +159,20 @@ def match_images(
         raise UserError(f"{images_dir}: no such folder. Create it, with one image per prompt.")
     visible = sorted(images_dir.glob("[!.]*"))
     files = [file for file in visible if file.suffix.lower() in SUFFIXES]
-    numbered = [re.fullmatch(r"(.*?)(\d+)", file.stem) for file in files]
-    if all(numbered) and len({match[1] for match in numbered}) == 1:  # one prefix and a number
-        keys = [int(match[2]) for match in numbered]
-        first = 0 if 0 in keys else 1
-        wanted = list(range(first, first + len(prompts)))
-    else:
+    numbered = [m for file in files if (m := re.fullmatch(r"(.*?)(\d+)", file.stem))]
+    keys: list[int | str] = [int(match[2]) for match in numbered]
+    first = 0 if 0 in keys else 1
+    wanted: list[int | str] = [*range(first, first + len(prompts))]
+    if len(keys) < len(files) or len({match[1] for match in numbered}) > 1:  # not one prefix
         keys = [_slug(file.stem) for file in files]
         wanted = [_slug(prompt) for prompt in prompts]
-    found, needed = dict(zip(keys, files)), set(wanted)
-    odd = [f"line {i}" for i, key in enumerate(wanted, 1) if key not in found]
-    odd += [file.name for key, file in zip(keys, files) if found[key] != file or key not in needed]
+    images, needed = dict(zip(keys, files)), set(wanted)
+    odd = [f"line {i}" for i, key in enumerate(wanted, 1) if key not in images]
+    odd += [file.name for key, file in zip(keys, files) if images[key] != file or key not in needed]
     if odd:
         raise UserError(
             f"{images_dir}: {len(files)} images for {len(prompts)} prompts; without a partner: "
             f"{', '.join(odd[:3])}. Number the images like the lines (from 0.png or 1.png on), or "
             "name them like the prompts (a_red_disc.png)."
         )
-    return [found[key] for key in wanted]
+    return [images[key] for key in wanted]

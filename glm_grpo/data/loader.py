@@ -78,15 +78,15 @@ class PromptLoader:
     ) -> None:
         """Continue from a state. UserError: the number of prompts, the batch size or the seed
         differs, or it is no such state."""
-        own = self.state_dict()
+        mine = self.state_dict()
         batches = state.get("batches") if isinstance(state, dict) else None
         if type(batches) is not int or batches < 0:
             raise UserError("the checkpoint's place in the data is broken. Use another checkpoint.")
         for key, name in _STATE_NAMES.items():
-            if state.get(key) != own[key]:
+            if state.get(key) != mine[key]:
                 raise UserError(
                     f"the checkpoint was made with {name} {state.get(key)}, this run has "
-                    f"{own[key]}. Use the same to resume, or start a new run."
+                    f"{mine[key]}. Use the same to resume, or start a new run."
                 )
         self.batches = batches
 
@@ -99,24 +99,25 @@ make_dataloader = PromptLoader  # iterate it for batches; it never ends
 
 # %% ../../nbs/2_data/05_loader.ipynb #n032
 def endless_batches(
-    loader: Iterable,  # of batches; with a `state_dict` it stores its own place
+    loader: Iterable,  # yields batches; with a `state_dict` it stores its own place
     start: int = 0,  # batches that were used already
-) -> Iterator:  # of batches, without end
+) -> Iterator:  # batches, without end
     "Repeat a loader endlessly, from its place. UserError: it is empty."
     batches = itertools.chain.from_iterable(itertools.repeat(loader))
     if hasattr(loader, "state_dict"):
         return batches
-    if len(loader) == 0:
+    number = batches_per_pass(loader)
+    if number == 0:
         raise UserError("The train_dataloader has no batches. It needs at least one.")
-    return itertools.islice(batches, start % len(loader), None)
+    return itertools.islice(batches, start % number, None)
 
 
 def batches_per_pass(
-    loader: Iterable,  # of batches
+    loader: Iterable,  # yields batches
 ) -> int:
     "The number of batches in one pass over a loader. UserError: it has no length."
     try:
-        return len(loader)
+        return len(loader)  # type: ignore[arg-type]  # raises TypeError where it has none
     except TypeError:
         raise UserError(
             f"the train_dataloader, a {type(loader).__name__}, has no length. Give the number "

@@ -53,7 +53,7 @@ def read_text(
         ) from None
     except OSError as error:
         raise UserError(
-            f"{path}: {error.strerror.lower()}. Name a file with one prompt per line "
+            f"{path}: {str(error.strerror).lower()}. Name a file with one prompt per line "
             "(data.prompts_file); the package has data/t2i/train/prompts.txt and "
             "data/i2i/train/prompts.jsonl."
         ) from None
@@ -270,16 +270,16 @@ def _read_dataset(path):
             tables = (parquet.ParquetFile(file, **few) for file in files)
             parts = (one.iter_batches(64, columns=needed(one.schema_arrow)) for one in tables)
             batches = itertools.chain.from_iterable(parts)
-        elif not any(path.glob("*.json")):  # of a saved dataset: state.json, dataset_dict.json
+        elif not any(path.glob("*.json")):  # a saved dataset has state.json or dataset_dict.json
             raise ValueError("no Parquet, no saved dataset, no .txt files; name a file in it")
         else:
-            found = datasets.load_from_disk(str(path))
-            if isinstance(found, dict):
-                if "train" not in found:
-                    raise ValueError(f"no split 'train'; name the folder of {' or '.join(found)}")
-                found, split = found["train"], "train"
-            columns = needed(found.features.arrow_schema)
-            batches = found.select_columns(columns).with_format("arrow").iter(64)
+            stored = datasets.load_from_disk(str(path))
+            if isinstance(stored, dict):
+                if "train" not in stored:
+                    raise ValueError(f"no split 'train'; name the folder of {' or '.join(stored)}")
+                stored, split = stored["train"], "train"
+            columns = needed(stored.features.arrow_schema)
+            batches = stored.select_columns(columns).with_format("arrow").iter(64)
         for batch in batches:
             for row in batch.to_pylist():
                 for field in batch.schema:
@@ -329,7 +329,7 @@ def read_rows(
             ".jsonl, .csv or .parquet."
         )
     if texts := _text_files(path):
-        records = [{"prompt": line} for text in texts for line in read_lines(text)]
+        records: list[dict] = [{"prompt": line} for text in texts for line in read_lines(text)]
         if len(records) > len(texts):
             text = next(text for text in texts if len(read_lines(text)) > 1)
             raise UserError(
@@ -401,8 +401,8 @@ class T2IDataset:
         self.records, self.places, self.notes = read_rows(self.prompts_file)
         self.trained_on = False  # True: a run learns from these prompts, so they are not held out
         self.prompts = [record["prompt"] for record in self.records]
-        found = self._find("target", target_images_dir)
-        self.targets = found and [paths[0] for paths in found]
+        targets = self._find("target", target_images_dir)
+        self.targets = targets and [paths[0] for paths in targets]
         sizes = {size for size, _ in self._open("target", self.targets or []).values()}
         if len(sizes) > 1 and self.image_size is None:
             raise UserError(
@@ -417,37 +417,37 @@ class T2IDataset:
             return images_dir and [[path] for path in match_images(images_dir, self.prompts)]
         file = self.prompts_file
         base = images_dir or (file if file.is_dir() else file.parent)
-        found = []
+        images = []
         for i, record in enumerate(self.records):
             names = record.get(key, [])
             names = names if isinstance(names, list) else [names]
             if not names:
                 raise UserError(f"{self.where(i)}: no '{key}'. Give one to all lines or to none.")
-            found.append([n if isinstance(n, PackedImage) else base / n for n in names])
-        return found
+            images.append([n if isinstance(n, PackedImage) else base / n for n in names])
+        return images
 
     def _open(self, kind, paths):
         "Image -> size (width, height), digest of the pixels that are read. Notes what is cropped."
-        found = {}
+        opened = {}
         for path in dict.fromkeys(paths):
             image = load_image(path)
             read = image if self.image_size is None else fit_image(image, self.image_size)
             name = repr(read.size).encode() + read.tobytes()
-            found[path] = image.size, hashlib.sha256(name).hexdigest()
+            opened[path] = image.size, hashlib.sha256(name).hexdigest()
         if self.image_size:
             height, width = self.image_size
-            shapes = [w / h * height / width for (w, h), _ in found.values()]
+            shapes = [w / h * height / width for (w, h), _ in opened.values()]
             kept = [min(shape, 1 / shape) for shape in shapes]
             if many := sum(share < 0.9 for share in kept):
                 self.notes.append(
-                    f"{many} of {len(found)} {kind} images lose more than a tenth by cropping to "
+                    f"{many} of {len(opened)} {kind} images lose more than a tenth by cropping to "
                     f"{width} x {height}, at most {1 - min(kept):.0%}"
                 )
-        return found
+        return opened
 
     def load(
         self,
-        path: str | Path | PackedImage,  # of a target or a source
+        path: str | Path | PackedImage,  # a target or a source
     ) -> Image.Image:
         "An image in the size of the dataset. UserError: it is missing or broken."
         image = load_image(path)
@@ -467,7 +467,7 @@ class T2IDataset:
 
     def where(
         self,
-        index: int,  # of an item
+        index: int,  # the item
     ) -> str:  # "prompts.txt, line 3"
         "The file and line of a prompt, for messages."
         return self.places[index]
@@ -478,8 +478,8 @@ class T2IDataset:
 
     def subset(
         self,
-        rows: Sequence[int],  # of the items to keep
-    ) -> "T2IDataset":  # of the same class
+        rows: Sequence[int],  # the items to keep
+    ) -> "T2IDataset":  # or the subclass
         "The same dataset with some of its prompts. Messages still name their lines in the file."
         part = copy.copy(self)
         for name in ("records", "places", "prompts", "targets", "sources"):
@@ -524,19 +524,19 @@ class I2IDataset(T2IDataset):
 
     def sizes(self) -> dict[tuple[int, int], int]:
         "Size of the sources as the model gets them, (width, height) -> the first prompt with it."
-        first = {}
+        prompts: dict[tuple[int, int], int] = {}
         for i, paths in enumerate(self.sources):
             for path in paths:
                 size = self.opened[path][0] if self.image_size is None else self.image_size[::-1]
-                first.setdefault(size, i)
-        return first
+                prompts.setdefault(size, i)
+        return prompts
 
     def __getitem__(self, index: int) -> dict:
         source = [self.load(path) for path in self.sources[index]]
         return PromptItem(super().__getitem__(index), source=source)
 
 # %% ../../nbs/2_data/04_prompts.ipynb #n039
-BATCH_NAMES = {  # of an item -> of a batch
+BATCH_NAMES = {  # name in an item -> in a batch
     "prompt": "prompts",
     "target": "target_images",
     "metadata": "metadata",
@@ -552,8 +552,6 @@ def source_lists(
     "Source images as lists, one list per prompt."
     if sources is None:
         return None
-    if isinstance(sources, Image.Image):
-        sources = [sources]
     if isinstance(sources, Tensor):
         sources = tensor_to_pil(sources)
     return [[row] if isinstance(row, Image.Image) else row for row in sources]
@@ -566,33 +564,32 @@ def as_batch(
     # images or None, metadata list[dict] or None, and what else it has
     """A batch in the form that the trainer needs. UserError: it is not a dict, it has no prompts,
     or the numbers of prompts and images differ."""
-    given = batch if isinstance(batch, dict) else {}
-    found = {BATCH_NAMES.get(name, name): value for name, value in given.items()}
-    prompts = found.get("prompts") or []
+    items = batch.items() if isinstance(batch, dict) else ()
+    named = {BATCH_NAMES.get(name, name): value for name, value in items}
+    prompts = named.get("prompts") or []
     prompts = [prompts] if isinstance(prompts, str) else list(prompts)
     if not prompts:
         raise UserError(
             "a batch of the train_dataloader must be a dict with 'prompts', a list of strings, and "
-            f"perhaps target_images, source_images and metadata; this one has {[*found]}. "
+            f"perhaps target_images, source_images and metadata; this one has {[*named]}. "
             "T2IDataset and I2IDataset make such batches."
         )
-    targets, metadata = found.get("target_images"), found.get("metadata")
-    if isinstance(targets, (list, tuple)):
+    targets, metadata = named.get("target_images"), named.get("metadata")
+    if isinstance(targets, (list, tuple)):  # PIL images, tensors or None
         if not targets or targets[0] is None:
             targets = None
-        elif isinstance(targets[0], Image.Image):
-            targets = pil_to_tensor(targets)
         else:
-            targets = torch.stack(list(targets))
+            is_pil = isinstance(targets[0], Image.Image)
+            targets = pil_to_tensor(targets) if is_pil else torch.stack(list(targets))
     if isinstance(metadata, dict):  # a DataLoader joined the dicts of B prompts
         rows = range(len(prompts))
         metadata = [{name: values[i] for name, values in metadata.items()} for i in rows]
-    found |= {"prompts": prompts, "target_images": targets, "metadata": metadata}
-    found["source_images"] = source_lists(found.get("source_images"))
+    named |= {"prompts": prompts, "target_images": targets, "metadata": metadata}
+    named["source_images"] = source_lists(named.get("source_images"))
     for name in ("target_images", "source_images"):
-        if found[name] is not None and len(found[name]) != len(prompts):
+        if named[name] is not None and len(named[name]) != len(prompts):
             raise UserError(f"a batch must have as many {name} as prompts, {len(prompts)} here.")
-    return found
+    return named
 
 
 def collate(
@@ -602,6 +599,7 @@ def collate(
     return as_batch({name: [item[name] for item in items] for name in items[0]})
 
 
+# documented: docs.pytorch.org/docs/stable/data.html#torch.utils.data.default_collate
 default_collate_fn_map[PromptItem] = lambda items, **_: collate(items)
 
 # %% ../../nbs/2_data/04_prompts.ipynb #c399eaf
@@ -611,12 +609,12 @@ _FEWEST = 10  # with fewer different prompts, none is held out
 
 def split_off(
     dataset: T2IDataset,
-) -> tuple[T2IDataset, T2IDataset]:  # to train on, held out
+) -> tuple[T2IDataset, T2IDataset]:  # the training part, the held-out part
     """Hold out a tenth of the different prompts, at least 2 and at most 100. The choice depends
     only on the prompts. With fewer than 10 different prompts, both parts are the whole dataset."""
     keys = dataset.keys()
     seeded = {key: hashlib.sha256(f"{SPLIT_SEED}|held-out|{key}".encode()).digest() for key in keys}
-    order = sorted(seeded, key=seeded.get)
+    order = sorted(seeded, key=lambda key: seeded[key])
     if len(order) < _FEWEST:
         return dataset, dataset
     chosen = order[: min(100, max(2, len(order) // 10))]

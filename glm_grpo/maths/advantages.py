@@ -57,16 +57,17 @@ def compare_rewards(
     missing = grouped.isnan()
     mean = grouped.nanmean(1, keepdim=True)
     filled = torch.where(missing, mean, grouped)
+    small: float | Tensor = eps
     if relative is not None:
         sizes = filled.abs().nan_to_num(0.0)
-        eps = relative * (sizes.amax(1, keepdim=True) if scale == "group" else sizes.amax())
+        small = relative * (sizes.amax(1, keepdim=True) if scale == "group" else sizes.amax())
     advantages = grouped - mean
     if scale == "group":
         degrees = (~missing).sum(1, keepdim=True, dtype=rewards.dtype) - 1  # Bessel's n - 1
         std = filled.std(1, keepdim=True) * ((group_size - 1) / degrees).sqrt()
-        advantages = advantages / (std + eps)
+        advantages = advantages / (std + small)
     if scale in ("batch", "exponential"):
-        spread = rewards[~rewards.isnan()].std() + eps
+        spread = rewards[~rewards.isnan()].std() + small
     if scale == "batch":
         advantages = advantages / spread
     if scale == "exponential":  # 2606.30376; the highest reward is subtracted against overflow
@@ -107,10 +108,11 @@ def _part_advantages(
     centred = torch.where(measured, grouped - mean, 0.0)
     degrees = (measured.sum(1, keepdim=True) - 1).clamp(min=1)  # Bessel's n - 1
     std = (centred.pow(2).sum(1, keepdim=True) / degrees).sqrt()
+    small: float | Tensor = eps
     if relative is not None:
-        eps = relative * grouped.abs().nan_to_num(0.0).amax(1, keepdim=True)
+        small = relative * grouped.abs().nan_to_num(0.0).amax(1, keepdim=True)
     equal = equal_groups(grouped, group_size, relative)  # also where none was measured
-    return (centred / (std + eps)).masked_fill(equal[:, None], 0.0).flatten()
+    return (centred / (std + small)).masked_fill(equal[:, None], 0.0).flatten()
 
 
 def gdpo_advantages(

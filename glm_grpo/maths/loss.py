@@ -252,9 +252,9 @@ def compute_grpo_loss(  # noqa: PLR0913 (the public interface)
 
     with torch.no_grad():
         values = _loss_metrics(loss, log_ratio, is_clipped, advantages, kl, weights)
-        if not as_tensors:
-            values = values.tolist()  # the one wait for the device
-    return loss, dict(zip(_METRICS, values))
+        # the list is the one wait for the device
+        numbers = values if as_tensors else values.tolist()
+    return loss, dict(zip(_METRICS, numbers))
 
 # %% ../../nbs/1_maths/03_loss.ipynb #n070
 def combine_metrics(

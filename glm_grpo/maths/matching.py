@@ -34,18 +34,18 @@ def matching_logprob(
     m, t = error.flatten(1).mean(1), _per_row(t, error)
     c, p = 1e-10, 0.25
     if weight == "uniform":
-        found = -m
+        logprob = -m
     elif weight == "t":
-        found = -t * m
+        logprob = -t * m
     elif weight == "t2":
-        found = -(t**2) * m
+        logprob = -(t**2) * m
     elif weight == "huber":
-        found = -t * ((m + c).sqrt() - c**0.5)
+        logprob = -t * ((m + c).sqrt() - c**0.5)
     elif weight == "ghuber":
-        found = -t * ((m + c) ** p - c**p) / p
+        logprob = -t * ((m + c) ** p - c**p) / p
     else:
         raise ValueError(f"weight '{weight}': take uniform, t, t2, huber or ghuber")
-    return found.float()
+    return logprob.float()
 
 # %% ../../nbs/1_maths/05_matching.ipynb #755d2230
 def nft_terms(
@@ -84,7 +84,7 @@ def stratified_steps(
     if not 1 <= count <= len(available):
         raise ValueError(f"{count} times: {num_steps} steps have 1 to {len(available)}")
     edges = [j * len(available) // count for j in range(count + 1)]
-    found = []
+    chosen = []
     for share, start, end in zip(named_uniforms([key], count)[0].tolist(), edges, edges[1:]):
-        found.append(available[start + int(share * (end - start))])
-    return found
+        chosen.append(available[start + int(share * (end - start))])
+    return chosen

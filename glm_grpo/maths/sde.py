@@ -116,8 +116,8 @@ def sde_step(
         if noise is None:
             if generator is None:
                 raise ValueError("sampling a step needs noise or a generator of its own")
-            options = {"device": generator.device, "dtype": torch.float32}
-            noise = torch.randn(shape, generator=generator, **options)
+            device, dtype = generator.device, torch.float32
+            noise = torch.randn(shape, generator=generator, device=device, dtype=dtype)
         prev_sample = (mean + std * noise.to(mean.device, torch.float32)).detach()
     if std == 0:
         return prev_sample, mean.new_zeros(len(mean)), mean, std

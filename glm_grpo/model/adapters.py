@@ -13,6 +13,7 @@ import re
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -27,15 +28,23 @@ from .loading import quiet, shard_like
 class LoraOptions:
     "Size and place of the adapters."
 
-    rank: int = option(16, "r, the inner size of an adapter", at_least(1))
-    alpha: float = option(32.0, "the adapter's output is scaled by alpha / rank", above(0))
+    rank: int = option(
+        16,
+        "rank of the adapters; a larger rank can learn more and needs more memory",
+        at_least(1, 4096),
+    )
+    alpha: float = option(
+        32.0,
+        "scale of the adapters: their output is multiplied by lora_alpha / lora_rank",
+        above(0, 10_000),
+    )
     target_modules: tuple[str, ...] = option(
         ("q_proj", "k_proj", "v_proj", "o_proj", "gate_up_proj", "down_proj"),
-        "names of the linear layers of the language model that get an adapter",
+        "layers of the language model that get an adapter; null: attention and feed-forward",
     )
     dit_target_modules: tuple[str, ...] = option(
         ("to_q", "to_k", "to_v", "to_out.0", "ff.net.0.proj", "ff.net.2"),
-        "names of the linear layers of the DiT that get an adapter",
+        "layers of the DiT that get an adapter; null: attention and feed-forward",
     )
 
 # %% ../../nbs/3_model/13_adapters.ipynb #n011
@@ -73,7 +82,7 @@ def compute_in_half_precision(
 def add_lora(
     model,  # GlmImageForConditionalGeneration, or the DiT; adapters are put into it
     options: LoraOptions,
-    seed: int = 0,  # of the start of A; B starts at zero
+    seed: int = 0,  # seeds the start of A; B starts at zero
     half: str = "ar",  # "ar" or "dit"
 ):  # peft's PeftModel around it, in eval mode
     "Add adapters to linear layers (LoRA, arXiv 2106.09685). UserError: a name fits no layer."
@@ -81,22 +90,22 @@ def add_lora(
 
     prefix, option = LORA_PLACES[half]
     names = getattr(options, option)
-    there = set()
+    layers = set()
     for name, layer in model.named_modules():
         match = re.fullmatch(f"{prefix}(.*)", name)
         if match and isinstance(layer, torch.nn.Linear):
-            there.add(match[1])
-    ends = "".join(f".{layer} " for layer in there)
+            layers.add(match[1])
+    ends = "".join(f".{layer} " for layer in layers)
     for name in names or [""]:
         if f".{name} " not in ends:
             raise UserError(
                 f"lora.{option} '{name}': no such layer in the {half}. "
-                f"There are {', '.join(sorted(there))}."
+                f"There are {', '.join(sorted(layers))}."
             )
     one_of_names = "|".join(map(re.escape, names))
     config = LoraConfig(
         r=options.rank,
-        lora_alpha=options.alpha,
+        lora_alpha=options.alpha,  # type: ignore[arg-type]  # peft takes fractions as well
         target_modules=rf"{prefix}(?:.*\.)?({one_of_names})",
         lora_dropout=0.0,
     )
@@ -112,7 +121,7 @@ def add_lora(
 
 # %% ../../nbs/3_model/13_adapters.ipynb #n025
 def half_folders(
-    folder: str | Path,  # of saved weights
+    folder: str | Path,  # with saved weights
     halves: Collection[str],  # those that train: "ar", "dit" or both
 ) -> dict[str, Path]:
     "The folder of each half."
@@ -122,7 +131,7 @@ def half_folders(
 
 # %% ../../nbs/3_model/13_adapters.ipynb #n028
 def read_adapter(
-    folder: str | Path,  # of one half
+    folder: str | Path,  # the folder of one half
     half: str = "ar",
 ) -> tuple[dict, dict[str, Tensor]]:  # fields of `LoraOptions`; the weights
     "Read an adapter, but put it nowhere. UserError: a file is missing or broken."
@@ -133,8 +142,9 @@ def read_adapter(
         config = json.loads(Path(folder, "adapter_config.json").read_text(encoding="utf-8"))
         tensors, names = load_file(file), config["target_modules"]
         if isinstance(names, str):  # the regular expression of `add_lora` ends with (a|b|c)
-            names = re.fullmatch(r".*\((.*)\)", names)[1].replace("\\", "").split("|")
-        options = {"rank": int(config["r"]), "alpha": float(config["lora_alpha"])}
+            match = re.fullmatch(r".*\((.*)\)", names)
+            names = match[1].replace("\\", "").split("|")  # type: ignore[index]  # is caught
+        options: dict[str, Any] = {"rank": int(config["r"]), "alpha": float(config["lora_alpha"])}
         options[LORA_PLACES[half][1]] = tuple(names)
     except Exception as error:
         raise UserError(
@@ -163,23 +173,23 @@ def choose_lora(
     halves: Collection[str],  # those that train: "ar", "dit" or both
 ) -> LoraOptions | None:
     "The options of the adapters that are wanted; None: no adapters. UserError: a wrong value."
-    if lora in (None, False):
+    if lora is None or lora is False:
         return None
-    given = {}
+    fields: dict[str, Any] = {}
     if isinstance(lora, LoraOptions):
-        given = vars(lora)
+        fields = vars(lora)
     elif isinstance(lora, dict):
-        given = {name: value for name, value in lora.items() if value is not None}
+        fields = {name: value for name, value in lora.items() if value is not None}
     elif lora is not True:
         for half, where in half_folders(lora, halves).items():
-            given |= read_adapter(where, half)[0]
-    options = LoraOptions(**given)
+            fields |= read_adapter(where, half)[0]
+    options = LoraOptions(**fields)
     check_options(options, "lora.")
     return options
 
 # %% ../../nbs/3_model/13_adapters.ipynb #s_n010
 def save_halves(
-    model: "GLMImageWrapper",  # noqa: F821
+    model: Any,  # a GLMImageWrapper
     folder: str | Path,  # replaced completely, or not at all
     # half -> full state dict to save instead of the half's own, which is sharded
     weights: dict[str, dict[str, Tensor]] | None = None,
@@ -202,8 +212,8 @@ def save_halves(
 
 # %% ../../nbs/3_model/13_adapters.ipynb #s_n017
 def load_halves(
-    model: "GLMImageWrapper",  # noqa: F821
-    folder: str | Path,  # of `save_halves`
+    model: Any,  # a GLMImageWrapper
+    folder: str | Path,  # written by `save_halves`
 ) -> None:
     "UserError: not such a folder, or an adapter of another size. Then no weight is changed."
     from peft import get_peft_model_state_dict, set_peft_model_state_dict
@@ -214,9 +224,9 @@ def load_halves(
             states[half] = _read_weights(model, half, where)
             continue
         saved, states[half] = read_adapter(where, half)
-        own = get_peft_model_state_dict(model.adapters[half], save_embedding_layers=False)
+        weights = get_peft_model_state_dict(model.adapters[half], save_embedding_layers=False)
         shapes = {name: x.shape for name, x in states[half].items()}
-        same = shapes == {name: x.shape for name, x in own.items()}
+        same = shapes == {name: x.shape for name, x in weights.items()}
         if not same or saved["alpha"] != model.lora.alpha:
             raise UserError(
                 f"{where}: an adapter with {saved}; the model's {half} has {model.lora}. Set "
@@ -229,8 +239,8 @@ def load_halves(
             set_peft_model_state_dict(model.adapters[half], state)
             continue
         model.wake(half)
-        own = model.halves[half].state_dict()
-        sharded = {name: shard_like(weight, own.get(name)) for name, weight in state.items()}
+        weights = model.halves[half].state_dict()
+        sharded = {name: shard_like(weight, weights.get(name)) for name, weight in state.items()}
         model.halves[half].load_state_dict(sharded)
 
 

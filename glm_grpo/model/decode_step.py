@@ -11,17 +11,18 @@ import contextlib
 import functools
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 # %% ../../nbs/3_model/04_decode_step.ipynb #cd64893
 Product = Callable[[Tensor], Tensor]
 
 
 def active_adapters(
-    linear: nn.Module,  # nn.Linear, or peft's LoRA around one
+    linear: Any,  # nn.Linear, or peft's LoRA around one
 ) -> list[str]:
     "Names of the adapters that count: not switched off, and not merged into the weight."
     if not hasattr(linear, "base_layer") or linear.disable_adapters or linear.merged:
@@ -30,7 +31,7 @@ def active_adapters(
 
 
 def merged_product(
-    linears: list[nn.Module],  # layers with the same input
+    linears: list[Any],  # layers with the same input
 ) -> Product:
     "One product with a copy of the weights, adapters included, without a gradient."
     weights, biases = [], []
@@ -42,39 +43,42 @@ def merged_product(
     weight = torch.cat(weights).detach()
     bias = None if biases[0] is None else torch.cat(biases).detach()
     in_float32 = weight.device.type == "cpu" and weight.dtype == torch.float32
-    if in_float32 and hasattr(torch.ops.mkldnn, "_linear_pointwise"):
-        packed = torch.ops.mkldnn._reorder_linear_weight(weight)  # in oneDNN's own layout
-        return lambda x: torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+    onednn, names = torch.ops.mkldnn, ("_reorder_linear_weight", "_linear_pointwise")
+    # no public function keeps a weight in oneDNN's own layout; torch.compile uses these two:
+    # https://github.com/pytorch/pytorch/blob/main/torch/_inductor/fx_passes/mkldnn_fusion.py
+    if in_float32 and all(hasattr(onednn, name) for name in names):
+        packed = onednn._reorder_linear_weight(weight)
+        return lambda x: onednn._linear_pointwise(x, packed, bias, "none", [], "")
     return lambda x: F.linear(x, weight, bias)
 
 # %% ../../nbs/3_model/04_decode_step.ipynb #c8d9dd5
 def called_product(
-    linears: list[nn.Module],  # layers with the same input
+    linears: list[Any],  # layers with the same input
 ) -> Product:
     "The layers' own weights, and the adapters of all of them as two small products."
     bases = [getattr(linear, "base_layer", linear) for linear in linears]
     weights = [(base.weight, base.bias) for base in bases]  # a call of a module runs its hooks
-    down, blocks = [], []
+    inner, blocks = [], []
     for linear, base in zip(linears, bases):
         rows = [base.weight.new_empty(0, base.out_features)]
         for name in active_adapters(linear):
-            down.append(linear.lora_A[name].weight)
+            inner.append(linear.lora_A[name].weight)
             rows.append((linear.lora_B[name].weight * linear.scaling[name]).T)
         blocks.append(torch.cat(rows))
 
     def plain(x):
-        outs = [F.linear(x, *own) for own in weights]
+        outs = [F.linear(x, weight, bias) for weight, bias in weights]
         return outs[0] if len(outs) == 1 else torch.cat(outs, -1)
 
-    if not down:
+    if not inner:
         return plain
     dtype = weights[0][0].dtype
-    down = torch.cat(down).to(dtype)  # [R, inputs]
+    down = torch.cat(inner).to(dtype)  # [R, inputs]
     up = torch.block_diag(*blocks).to(dtype)  # [R, outputs of all layers]
     return lambda x: torch.addmm(plain(x), F.linear(x, down), up)
 
 # %% ../../nbs/3_model/04_decode_step.ipynb #cdced1d
-def rms_norm(module: nn.Module) -> Product:
+def rms_norm(module: Any) -> Product:
     "The module's RMS norm as one function call."
     weight, epsilon = module.weight, module.variance_epsilon
     return lambda x: F.rms_norm(x, weight.shape, weight, epsilon)
@@ -85,7 +89,7 @@ class LayerParts:
 
     def __init__(
         self,
-        layer: nn.Module,  # of the text model
+        layer: Any,  # a layer of the text model
         product: Callable[[list], Product],  # `merged_product` or `called_product`
     ):
         attention, mlp = layer.self_attn, layer.mlp
@@ -105,10 +109,11 @@ class StepCounter:
     Python ints, or with `fixed` shapes tensors [1]."""
 
     def __init__(self, fixed: bool, device: str | torch.device, prompt_length: int = 0):
-        self.fixed, self.step, self.column = fixed, 0, prompt_length
-        if fixed:
-            self.step = torch.full((1,), 0, device=device)
-            self.column = torch.full((1,), prompt_length, device=device)
+        self.fixed = fixed
+        self.step: Any = torch.full((1,), 0, device=device) if fixed else 0
+        self.column: Any = (
+            torch.full((1,), prompt_length, device=device) if fixed else prompt_length
+        )
 
     def take(self, x: Tensor, dim: int) -> Tensor:
         "x[step] along `dim`."
@@ -116,7 +121,7 @@ class StepCounter:
             return x.index_select(dim, self.step).squeeze(dim)
         return x.select(dim, self.step)
 
-    def put(self, x: Tensor, dim: int, value: Tensor, at: int | Tensor) -> None:
+    def put(self, x: Tensor, dim: int, value: Tensor, at: Any) -> None:
         "x[at] = value along `dim`, where `at` is `step` or `column`."
         if self.fixed:
             x.index_copy_(dim, at, value.unsqueeze(dim))
@@ -124,7 +129,7 @@ class StepCounter:
             x.select(dim, at).copy_(value)
 
     def advance(self) -> None:
-        # of tensors in place: a recording reads the same memory each time
+        # tensors in place: a recording reads the same memory each time
         self.step += 1
         self.column += 1
 
@@ -166,8 +171,11 @@ class CudaGraphs:
             except RuntimeError:
                 CudaGraphs.refused = True
                 torch.cuda.set_stream(here)
-                with contextlib.suppress(RuntimeError):  # new versions of PyTorch have done it
-                    torch._C._cuda_endAllocateToPool(index, pool)
+                # where `capture_end` raises, allocations still go into the graph's pool:
+                # https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/cuda/CUDAGraph.cpp
+                if hasattr(torch._C, "_cuda_endAllocateToPool"):
+                    with contextlib.suppress(RuntimeError):  # this version has ended it
+                        torch._C._cuda_endAllocateToPool(index, pool)
                 raise
         return graph.replay
 

@@ -4,11 +4,12 @@
 
 # %% auto #0
 __all__ = ['PIXELS_AT_A_TIME', 'schedule', 'latent_statistics', 'decode_latents', 'glyph_embeddings', 'size_conditions', 'Source',
-           'encode_sources', 'distinct', 'source_cache']
+           'encode_sources', 'source_cache']
 
 # %% ../../nbs/3_model/09_latents.ipynb #n003
 import copy
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,7 +24,7 @@ def schedule(
     scheduler,  # the model's FlowMatchEulerDiscreteScheduler; it is not changed
     num_inference_steps: int,  # K, at most the scheduler's training steps
     num_patches: int,  # L = height/16 * width/16
-    device: str | torch.device = "cpu",  # of the timesteps, which go into the DiT
+    device: str | torch.device = "cpu",  # for the timesteps, which go into the DiT
 ) -> tuple[Tensor, Tensor]:  # timesteps [K] and sigmas [K+1], float32
     """The two time scales of GlmImagePipeline.
 
@@ -138,15 +139,6 @@ def encode_sources(
     return sources
 
 # %% ../../nbs/3_model/09_latents.ipynb #s_n019
-def distinct(
-    names: list,  # N
-) -> tuple[list[int], list[int]]:  # [N]: which of the U different names; [U]: its first row
-    "Find the different ones among N names, in order of appearance."
-    numbers = {}
-    of_row = [numbers.setdefault(name, len(numbers)) for name in names]
-    return of_row, [of_row.index(number) for number in range(len(numbers))]
-
-
 def source_cache(
     parts,  # a GlmImagePipeline
     # N lists of `Source`, equal in number and in sizes; None: no sources
@@ -158,9 +150,11 @@ def source_cache(
     from diffusers.models.transformers.transformer_glm_image import GlmImageKVCache
 
     # rows with the same sources share one pass
-    rows, first = distinct([tuple(map(id, row)) for row in sources])
+    names = [tuple(map(id, row)) for row in sources]
+    different = list(dict.fromkeys(names))
+    rows, first = list(map(different.index, names)), list(map(names.index, different))
     dit, n = parts.transformer, len(first)
-    caches = GlmImageKVCache(dit.config.num_layers)
+    caches: Any = GlmImageKVCache(dit.config.num_layers)
     caches.set_mode("write")
     # with gradient checkpointing, a second forward would write a second time
     was_checkpointing, dit.gradient_checkpointing = dit.gradient_checkpointing, False

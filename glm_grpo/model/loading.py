@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -54,16 +55,16 @@ def check_model_index(
     name: str | Path,  # the model's name in the error
 ) -> None:
     "UserError: the file is broken, or the model is another one."
-    found = read_settings(index, "_class_name")["_class_name"]
-    if found != "GlmImagePipeline":
+    kind = read_settings(index, "_class_name")["_class_name"]
+    if kind != "GlmImagePipeline":
         raise UserError(
-            f"{name}: a {found}, not a GlmImagePipeline. "
+            f"{name}: a {kind}, not a GlmImagePipeline. "
             "This project trains GLM-Image only; give the folder or hub id of one."
         )
 
 # %% ../../nbs/3_model/08_loading.ipynb #n014
 def check_model_folder(
-    folder: str | Path,  # of a model in the layout of diffusers
+    folder: str | Path,  # a model in the layout of diffusers
 ) -> None:
     "Look at a model's files without loading them. UserError: the first that is missing or wrong."
     folder = Path(folder)
@@ -107,14 +108,13 @@ def pick_device(
         gpu = "mps" if torch.backends.mps.is_available() else "cpu"
         device = "cuda" if torch.cuda.is_available() else gpu
     try:
-        found = torch.empty(0, device=device).device
+        return torch.empty(0, device=device).device
     except (RuntimeError, TypeError, AssertionError):
         raise UserError(
             f"device '{device}': unknown, or not on this machine. Give one of cuda, cuda:1, mps "
             "and cpu, or leave model.device out to take the best that there is. The model is not "
             "spread over devices; offload=True and training.shard save memory."
         ) from None
-    return found
 
 # %% ../../nbs/3_model/08_loading.ipynb #n020
 def pick_dtype(
@@ -157,7 +157,7 @@ def quiet() -> Iterator[None]:
 
 # %% ../../nbs/3_model/08_loading.ipynb #n026
 def is_hub_id(
-    name: str | Path,  # of a model
+    name: str | Path,  # a model
 ) -> bool:
     "True for an id such as zai-org/GLM-Image. False for a folder, or a path in an existing folder."
     folder = bundled(Path(name).expanduser())
@@ -170,7 +170,7 @@ def is_hub_id(
 # %% ../../nbs/3_model/08_loading.ipynb #n028
 def download_model(
     model_name: str | Path,  # folder, or hub id: then 35 GB are downloaded once
-    revision: str | None = None,  # of a hub id: branch, tag or commit; None: the newest
+    revision: str | None = None,  # branch, tag or commit of a hub id; None: the newest
 ) -> Path:  # the folder of its files
     "Download missing files. UserError: the hub has no such model, or the download failed."
     if not is_hub_id(model_name):
@@ -198,7 +198,7 @@ def load_pipeline(
     model_name: str | Path,  # folder or hub id, as `download_model`
     torch_dtype: torch.dtype = torch.float32,
     device: str | torch.device = "cpu",
-    revision: str | None = None,  # of a hub id: branch, tag or commit; None: the newest
+    revision: str | None = None,  # branch, tag or commit of a hub id; None: the newest
 ):  # GlmImagePipeline in eval mode with all weights frozen
     "Load a GLM-Image. UserError: no such model, another kind of model, missing or broken files."
     from diffusers import GlmImagePipeline
@@ -224,13 +224,13 @@ def load_pipeline(
 
 # %% ../../nbs/3_model/08_loading.ipynb #n029c
 def load_prompt_parts(
-    folder: str | Path,  # of a model
+    folder: str | Path,  # a model
 ) -> SimpleNamespace:  # processor, ar: with its `config`
     "What laying out prompts needs, without weights. UserError: it does not load."
     from transformers import GlmImageConfig, GlmImageProcessor
 
     read_settings(Path(folder, "vision_language_encoder/config.json"), "text_config")
-    options = {"local_files_only": True, "trust_remote_code": False}
+    options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     try:
         processor = GlmImageProcessor.from_pretrained(folder, subfolder="processor", **options)
         part = "vision_language_encoder"
@@ -242,7 +242,7 @@ def load_prompt_parts(
 # %% ../../nbs/3_model/08_loading.ipynb #n029f
 def shard_like(
     tensor: Tensor,  # full; every rank has all of it, so nothing is sent
-    like: Tensor,  # of the same shape, perhaps sharded: one slice per rank (a DTensor)
+    like: Any,  # a tensor of the same shape, perhaps sharded: one slice per rank (a DTensor)
 ) -> Tensor:
     "A tensor from a file, sharded as the one that it goes into."
     if not hasattr(like, "placements"):

@@ -14,8 +14,9 @@ import json
 import math
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 from ..data.basics import UserError, bundled
 from .loading import check_model_folder, is_hub_id, load_pipeline
 from .loading import quiet, read_settings
+from .tokens import PromptInputs
 
 # %% ../../nbs/3_model/16_memory.ipynb #z_n006
 _FILE = importlib.resources.files("glm_grpo.model").joinpath("published.json")
@@ -42,12 +44,14 @@ def build_part(
     from transformers import GlmImageConfig, GlmImageForConditionalGeneration
     from transformers import T5Config, T5EncoderModel
 
+    model: Any
     with torch.device(device), quiet():
         if part == "ar":
-            kind = GlmImageForConditionalGeneration
-            model = kind._from_config(GlmImageConfig(**config), dtype=dtype)
+            ar_config = GlmImageConfig(**config)
+            model = GlmImageForConditionalGeneration._from_config(ar_config, dtype=dtype)
         elif part == "byt5":
-            model = T5EncoderModel(T5Config(**config)).to(dtype)
+            model = T5EncoderModel(T5Config(**config))
+            model.to(dtype)
         else:
             kind = AutoencoderKL if part == "vae" else GlmImageTransformer2DModel
             # its own `to` warns of layers that should stay float32, even if there are none
@@ -89,7 +93,7 @@ def random_pipeline(
 # %% ../../nbs/3_model/16_memory.ipynb #z_n022
 def local_folder(
     name: str | Path,  # a folder, or a hub id
-    revision: str | None = None,  # of a hub id: branch, tag or commit; None: main
+    revision: str | None = None,  # branch, tag or commit of a hub id; None: main
 ) -> Path | None:  # None: the published model, which is not downloaded yet
     "The folder of a model's files. UserError: another hub id that was not downloaded yet."
     if not is_hub_id(name):
@@ -120,7 +124,7 @@ def layout_of(
 
 
 def numbers_in(
-    shapes: dict[str, tuple[int, ...]],  # of a layout
+    shapes: dict[str, tuple[int, ...]],  # name -> shape, as in a layout
 ) -> int:
     "How many numbers these tensors hold."
     return sum(math.prod(shape) for shape in shapes.values())
@@ -128,7 +132,7 @@ def numbers_in(
 
 def model_layout(
     name: str | Path,  # a folder, or a hub id
-    revision: str | None = None,  # of a hub id: branch, tag or commit; None: main
+    revision: str | None = None,  # branch, tag or commit of a hub id; None: main
 ) -> dict[str, dict]:  # as `layout_of`
     """What a model consists of, without its weights; nothing is downloaded.
 
@@ -146,7 +150,7 @@ def model_layout(
 # %% ../../nbs/3_model/16_memory.ipynb #n006
 def trainable_parts(
     half: str,  # "ar" or "dit"
-    model: nn.Module,  # that half
+    model: Any,  # that half
 ) -> list[nn.Module]:
     "What trains of a half where there are no adapters."
     if half == "dit":
@@ -156,7 +160,7 @@ def trainable_parts(
 
 # %% ../../nbs/3_model/16_memory.ipynb #ce8f041
 def move_to_host(
-    weights: list[Tensor],  # of any shapes, dtypes and devices; empty afterwards
+    weights: Sequence[Tensor],  # any shapes, dtypes and devices; empty afterwards
 ) -> tuple[Tensor, list[Tensor]]:  # the block [bytes] uint8; the copies, which are views of it
     """Copy tensors into one block of the host's memory, each at a multiple of 64 bytes. Each gives
     up its own memory as soon as it is copied, so the host never holds all of them twice."""
@@ -202,8 +206,11 @@ class Offload:
         rest: Iterable[nn.Module] = (),  # other parts, which stay on the device
     ):
         "Both halves are asleep: `wake` one before it is called."
-        self.device, self.awake = device, None
-        self.frozen = {}  # half -> its frozen weights, each with its copy on the host
+        self.device = device
+        self.awake: str | None = None
+        self.frozen: dict[
+            str, list[tuple]
+        ] = {}  # half -> its frozen weights, each with its copy on the host
         for name, half in halves.items():
             # frozen weights do not change, so one copy serves for the whole run
             block, copies = move_to_host(frozen_weights(half))
@@ -234,7 +241,7 @@ def frozen_weights(module: nn.Module) -> list[nn.Parameter]:
 # %% ../../nbs/3_model/16_memory.ipynb #n024
 @contextlib.contextmanager
 def checkpointing(
-    layers: nn.ModuleList,  # of the language model
+    layers: nn.ModuleList,  # the language model's
     enabled: bool,
 ) -> Iterator[None]:
     """Inside, transformers checkpoints these layers wherever gradients are enabled. It does so only
@@ -250,13 +257,14 @@ def checkpointing(
 
 # %% ../../nbs/3_model/16_memory.ipynb #n034
 def shard_halves(
-    halves: dict[str, nn.Module],  # "ar", "dit": with full weights that train
+    halves: dict[str, Any],  # "ar", "dit": with full weights that train
     mesh: "torch.distributed.device_mesh.DeviceMesh",  # one dimension: the ranks
 ) -> dict[nn.Module, bool]:  # module -> whether its weights are gathered anew in each pass
     "Shard the weights that train (FSDP2). Gradients are summed in float32."
     from torch.distributed import fsdp
 
-    parts, of_dit = {}, []
+    parts: dict[Any, bool] = {}
+    of_dit: list[Any] = []
     if "ar" in halves:
         language_model = halves["ar"].model.language_model
         parts = dict.fromkeys(language_model.layers, True)
@@ -284,8 +292,8 @@ def shard_halves(
 # %% ../../nbs/3_model/16_memory.ipynb #c24cfa9
 def bytes_per_sample(
     config,  # GlmImageConfig
-    inputs: "PromptInputs",  # noqa: F821  L tokens of the longest prompt, T to sample
-    dtype: torch.dtype,  # of the model
+    inputs: PromptInputs,  # L tokens of the longest prompt, T to sample
+    dtype: torch.dtype,  # the model's
 ) -> int:
     "Memory that a sample takes while its tokens are sampled."
     text, codebook_size = config.text_config, config.vq_config.num_embeddings
@@ -318,10 +326,10 @@ def bytes_for_tokens(
 
 
 def split_samples(
-    number: int,  # of samples
+    number: int,  # number of samples
     most: int | None,  # largest batch, set by the user; None: as many as fit
-    each: int,  # bytes of a sample, of `bytes_per_sample`
-    room: int,  # bytes, of `bytes_for_tokens`
+    each: int,  # bytes of a sample, from `bytes_per_sample`
+    room: int,  # bytes, from `bytes_for_tokens`
 ) -> list[Tensor]:  # sample numbers of each batch
     "Batches of samples. A batch has at least one sample, even if it does not fit."
     if most is None:

@@ -9,6 +9,7 @@ __all__ = ['TokenDecisions', 'Denoising', 'HalfPolicy', 'ARPolicy', 'DiTPolicy']
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -72,7 +73,8 @@ class Denoising:
     def stds(self) -> list[float]:
         "Standard deviation of the noise of each decision."
         level, kind = self.noise.noise_level, self.noise.sde_type
-        return [step_coefficients(self.sigmas, i, level, kind)[0] for i in self.decisions]
+        sigmas = cast(Tensor, self.sigmas)
+        return [step_coefficients(sigmas, i, level, kind)[0] for i in self.decisions]
 
     def decision(self, j: int) -> "Denoising":
         "The same with one decision only."
@@ -87,7 +89,7 @@ class Denoising:
 class HalfPolicy(Policy):
     "A policy of one half of a model."
 
-    def __init__(self, model: "GLMImageWrapper"):  # noqa: F821  the wrapper owns its policies
+    def __init__(self, model: Any):  # the `GLMImageWrapper` that owns this policy
         self.model = model
 
     def parameters(self):
@@ -164,14 +166,15 @@ class DiTPolicy(HalfPolicy):
     def score_with_pull(
         self,
         samples: Samples,
-        grpo: "GRPOOptions",  # noqa: F821  its dit_pull, dit_pull_slow, beta, advantage_clip
+        grpo: Any,  # `GRPOOptions`: its dit_pull, dit_pull_slow, beta, advantage_clip
         reference: Callable[[], AbstractContextManager],  # as `score_with_reference`
     ) -> tuple[Tensor, dict]:  # log-probs [n, D]; arguments of the loss
         """`score`, and mean squared distances of velocities. AWM, arXiv 2509.25050; with weight
         nft the two terms of DiffusionNFT, arXiv 2509.16117."""
         rollout, denoising = samples.rollout, samples.rollout.denoising
         logprobs, _, velocities = self.model.score_denoising(rollout)
-        distance, found = torch.zeros_like(logprobs), {"beta": 1.0}
+        distance = torch.zeros_like(logprobs)
+        terms: dict[str, Any] = {"beta": 1.0}
 
         def squares(others):
             return (velocities - others).square().mean((2, 3, 4))
@@ -188,8 +191,8 @@ class DiTPolicy(HalfPolicy):
             logprobs, pull = _nft_numbers(denoising, velocities)
             distance = distance + grpo.advantage_clip * pull
             contrast = squares(denoising.old_velocities).mean().detach()
-            found |= {"loss_type": "reinforce", "metrics": {"contrast": contrast}}
-        return logprobs, found | {"kl": distance}
+            terms |= {"loss_type": "reinforce", "metrics": {"contrast": contrast}}
+        return logprobs, terms | {"kl": distance}
 
     @torch.no_grad()
     def with_slow_velocities(
@@ -224,10 +227,11 @@ class DiTPolicy(HalfPolicy):
 def _nft_numbers(denoising: Denoising, velocities: Tensor) -> tuple[Tensor, Tensor]:  # [n, D] each
     "`nft_terms` of each decision."
     n, D = velocities.shape[:2]
-    images = denoising.latents.repeat_interleave(D, 0)
-    t = denoising.sigmas[list(denoising.decisions)].repeat(n)
-    rows = velocities, denoising.old_velocities, denoising.latents_before
-    terms = nft_terms(*[x.flatten(0, 1) for x in rows], images, t, denoising.noise.mix)
+    images = cast(Tensor, denoising.latents).repeat_interleave(D, 0)
+    t = cast(Tensor, denoising.sigmas)[list(denoising.decisions)].repeat(n)
+    old = cast(Tensor, denoising.old_velocities).flatten(0, 1)
+    points = cast(Tensor, denoising.latents_before).flatten(0, 1)
+    terms = nft_terms(velocities.flatten(0, 1), old, points, images, t, denoising.noise.mix)
     surrogate, pull = (values.view(n, D) for values in terms)
     return surrogate, pull
 

@@ -7,12 +7,12 @@ __all__ = ['SMALL', 'nucleus', 'pack_kept', 'unpack_kept', 'sample_token_ids', '
            'attend', 'SamplingLoop', 'Decisions', 'SampledTokens', 'sample_tokens']
 
 # %% ../../nbs/3_model/06_sampling.ipynb #c002
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import DynamicCache
 
 from .decode_step import CudaGraphs, LayerParts, StepCounter
@@ -104,14 +104,14 @@ def sample_token_ids(
     sure = probabilities.gather(1, likeliest)[:, 0] > max(top_p, 0.5) + 1e-3
     if not sure.all():
         unsure = (~sure).nonzero()[:, 0]
-        own = kept[unsure] = nucleus(logits[unsure], top_p)
-        found = _inverse_cdf(probabilities[unsure] * own, u[unsure])
-        token_ids[unsure], logprobs[unsure] = found
+        likely = kept[unsure] = nucleus(logits[unsure], top_p)
+        ids, shares = _inverse_cdf(probabilities[unsure] * likely, u[unsure])
+        token_ids[unsure], logprobs[unsure] = ids, shares
     return token_ids, logprobs, kept
 
 # %% ../../nbs/3_model/06_sampling.ipynb #c012
 def prefill(
-    text_model: nn.Module,  # GlmImageTextModel
+    text_model: Any,  # GlmImageTextModel
     inputs: PromptInputs,  # P prompts
 ) -> tuple[Tensor, list]:
     "Last hidden state [P, H]; layers with `keys` and `values` [P, G, L, D], G: key heads."
@@ -144,7 +144,8 @@ class KVCache:
             memory[0, :, :, :L] = layer.keys[prompt_index]
             memory[1, :, :, :L] = layer.values[prompt_index]
             self.layers.append(memory)
-        self.bias = None  # [N, 1, 1, L + room]: 0 where a query may attend, -inf elsewhere
+        # [N, 1, 1, L + room]: 0 where a query may attend, -inf elsewhere
+        self.bias: Tensor | None = None
         if counter.fixed or min(inputs.lengths) < L:
             mask = inputs.attention_mask[prompt_index].bool()
             visible = F.pad(mask, (0, room), value=not counter.fixed)
@@ -153,7 +154,7 @@ class KVCache:
 
     def open_column(self) -> None:
         "From now on queries may attend to the token of this step."
-        if self.counter.fixed:
+        if self.bias is not None and self.counter.fixed:
             self.bias.index_fill_(3, self.counter.column, 0)
 
     def write(
@@ -172,7 +173,7 @@ class KVCache:
 
 # %% ../../nbs/3_model/06_sampling.ipynb #c021
 def rotation_table(
-    text_model: nn.Module,  # GlmImageTextModel
+    text_model: Any,  # GlmImageTextModel
     like: Tensor,  # any tensor with the dtype and device of the hidden states
     positions: Tensor,  # [3, P, T] int64
     prompt_index: Tensor,  # [N] int64
@@ -200,7 +201,7 @@ def attend(
     keys: Tensor,  # [N, G, S, D]
     values: Tensor,  # [N, G, S, D]
     attn_mask: Tensor | None,  # [N, 1, 1, S]: 0, or -inf to mask; added to the scores
-    scale: float,  # of the scores
+    scale: float,  # factor of the scores
 ) -> Tensor:  # as queries
     "Softmax attention as two batched products, called as PyTorch's own."
     scores = torch.matmul(queries * scale, keys.transpose(2, 3))
@@ -214,7 +215,7 @@ class SamplingLoop:
 
     def __init__(
         self,
-        model: nn.Module,  # GlmImageForConditionalGeneration, also with LoRA
+        model: Any,  # GlmImageForConditionalGeneration, also with LoRA
         inputs: PromptInputs,  # P prompts
         prompt_index: Tensor,  # [N] int64: the prompt of each sample
         fixed_shapes: bool,  # True: the same shapes in each step, as a CUDA graph requires
@@ -292,7 +293,7 @@ class Decisions:
         ids, logprobs, kept = sample_token_ids(logits, u, self.top_p, counter.fixed)
         counter.put(self.token_ids, 1, ids, counter.step)
         counter.put(self.logprobs, 1, logprobs, counter.step)
-        if kept is not None:
+        if kept is not None and self.kept is not None:
             counter.put(self.kept, 1, pack_kept(kept, counter.fixed), counter.step)
         return ids
 
@@ -315,7 +316,7 @@ class SampledTokens(NamedTuple):
 @torch.no_grad()
 @masked_attention()
 def sample_tokens(
-    model: nn.Module,  # GlmImageForConditionalGeneration, also with LoRA
+    model: Any,  # GlmImageForConditionalGeneration, also with LoRA
     inputs: PromptInputs,  # P prompts
     prompt_index: list[int] | Tensor,  # [N] int64: the prompt of each sample
     uniforms: Tensor,  # [N, T] float32 in [0, 1), one number per decision (`named_uniforms`)
@@ -323,7 +324,7 @@ def sample_tokens(
     top_p: float = 0.75,  # in (0, 1]; 1 keeps all tokens
     # True: the same shapes in each step, as a CUDA graph needs; None: True on CUDA
     fixed_shapes: bool | None = None,
-    recorder: CudaGraphs | None = None,  # of the steps; None: CUDA graphs on CUDA
+    recorder: CudaGraphs | None = None,  # records the steps; None: CUDA graphs on CUDA
 ) -> SampledTokens:
     "Sample exactly the T tokens of N samples."
     device = inputs.input_ids.device

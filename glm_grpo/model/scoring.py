@@ -6,9 +6,11 @@
 __all__ = ['score_tokens']
 
 # %% ../../nbs/3_model/07_scoring.ipynb #c002
+from typing import Any
+
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from .sampling import unpack_kept
@@ -64,7 +66,7 @@ def _decision_states(text_model, inputs, prompt_index, token_ids):
 
 
 def score_tokens(
-    model: nn.Module,  # GlmImageForConditionalGeneration, also with LoRA
+    model: Any,  # GlmImageForConditionalGeneration, also with LoRA
     inputs: PromptInputs,  # P prompts
     prompt_index: list[int] | Tensor,  # [N] int64: the prompt of each sample
     token_ids: Tensor,  # [N, T] int64, as sampled
@@ -90,8 +92,8 @@ def score_tokens(
         args = hidden[:, here], token_ids[:, here], kept if kept is None else kept[:, here]
         if torch.is_grad_enabled():
             # the backward pass computes the logits again; there is no random state to restore
-            found = checkpoint(score, *args, use_reentrant=False, preserve_rng_state=False)
+            values = checkpoint(score, *args, use_reentrant=False, preserve_rng_state=False)
         else:
-            found = score(*args)
-        logprobs.append(found)
+            values = score(*args)
+        logprobs.append(values)
     return torch.cat(logprobs, 1)

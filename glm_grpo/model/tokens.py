@@ -10,11 +10,12 @@ __all__ = ['Grid', 'PUBLISHED_LIMITS', 'language_model_parts', 'layout_positions
 # %% ../../nbs/3_model/01_tokens.ipynb #c002
 import math
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jinja2
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import BatchFeature
 
@@ -23,8 +24,8 @@ from ..data.prompts import I2IDataset, T2IDataset
 
 # %% ../../nbs/3_model/01_tokens.ipynb #c007
 def language_model_parts(
-    model: nn.Module,  # GlmImageForConditionalGeneration, also with LoRA (a PeftModel)
-) -> tuple[nn.Module, nn.Module, int]:  # (AR model without peft's wrapper, its text model, K)
+    model: Any,  # GlmImageForConditionalGeneration, also with LoRA (a PeftModel)
+) -> tuple[Any, Any, int]:  # (AR model without peft's wrapper, its text model, K)
     "The AR model's parts. K is the size of the codebook: token ids below K may be sampled."
     if hasattr(model, "get_base_model"):
         model = model.get_base_model()
@@ -180,9 +181,9 @@ def _check_size(height, width):
 # %% ../../nbs/3_model/01_tokens.ipynb #c041
 def prepare_prompts(
     processor,  # GlmImageProcessor
-    model: nn.Module,  # GlmImageForConditionalGeneration
+    model: Any,  # GlmImageForConditionalGeneration
     prompts: list[str],  # P of them
-    height: int,  # of the image, in pixels, a multiple of 32
+    height: int,  # pixels of the image, a multiple of 32
     width: int,
     images: list[list] | None = None,  # image-to-image: source images (PIL), as many per prompt
 ) -> PromptInputs:  # on the model's device
@@ -195,7 +196,7 @@ def prepare_prompts(
     # [large, preview] after the sources; the model samples the preview first
     grids = batch["image_grid_thw"].view(len(prompts), -1, 3)[..., 1:].tolist()
     num_sources = len(sources[0])
-    source_grids = [own[:num_sources] for own in grids]
+    source_grids = [of_prompt[:num_sources] for of_prompt in grids]
     target_grids = [tuple(grid) for grid in reversed(grids[0][num_sources:])]
 
     start_id = model.config.image_start_token_id
@@ -203,8 +204,8 @@ def prepare_prompts(
     if num_sources:
         inputs.input_ids = _ids_with_sources(model, batch, inputs.position_ids)
         inputs.sources = []
-        for ids, own in zip(inputs.input_ids, places):
-            inputs.sources.append([(ids[at : at + h * w], (h, w)) for at, (h, w) in own])
+        for ids, of_prompt in zip(inputs.input_ids, places):
+            inputs.sources.append([(ids[at : at + h * w], (h, w)) for at, (h, w) in of_prompt])
     return inputs
 
 # %% ../../nbs/3_model/01_tokens.ipynb #p_cc4b7a9
@@ -262,7 +263,7 @@ def upsample_tokens(
     return ids.view(-1, h, w).repeat_interleave(2, 1).repeat_interleave(2, 2).flatten(1)
 
 # %% ../../nbs/3_model/01_tokens.ipynb #c059
-PUBLISHED_LIMITS = {"shortest_edge": 512**2, "longest_edge": 2048**2}  # of zai-org/GLM-Image
+PUBLISHED_LIMITS = {"shortest_edge": 512**2, "longest_edge": 2048**2}  # those of zai-org/GLM-Image
 
 
 def check_source_sizes(
@@ -284,7 +285,7 @@ def check_source_sizes(
 def check_prompt_lengths(
     model,  # GLMImageWrapper, or anything with its `processor` and an `ar` with its `config`
     dataset: T2IDataset | I2IDataset,
-    height: int,  # of the images, in pixels
+    height: int,  # pixels of the images
     width: int,
 ) -> int:  # positions that the longest prompt and its image take
     "Raises UserError with file and line of a prompt that needs more positions than the model has."

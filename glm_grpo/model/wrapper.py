@@ -10,22 +10,24 @@ import contextlib
 import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from ..data.basics import UserError
 from ..data.prompts import source_lists
-from ..data.rollout import Rollout, RolloutOptions, SampleNames, request_names
+from ..data.rollout import Rollout, RolloutOptions
+from ..maths.noise import SampleNames, request_names
 from .adapters import LoraOptions, add_lora, choose_lora, load_halves, save_halves
 from .denoise import sample_latents
 from .latents import decode_latents
 from .loading import load_pipeline, pick_device, pick_dtype, quiet
 from .memory import Offload, shard_halves, trainable_parts
 from .policies import ARPolicy, DiTPolicy
-from .rollouts import RolloutSampler, complete_options
-from .rollouts import image_defaults, image_inputs
-from .rollouts import score_denoising_decisions, score_token_decisions
+from .sampler import RolloutSampler, complete_options
+from .sampler import image_defaults, image_inputs
+from .sampler import score_denoising_decisions, score_token_decisions
 from .tokens import masked_attention
 
 # %% ../../nbs/3_model/21_wrapper.ipynb #w0c1d2e3
@@ -33,17 +35,17 @@ COMPONENTS = {"ar": ["ar"], "dit": ["dit"], "both": ["ar", "dit"]}
 POLICIES = {"ar": ARPolicy, "dit": DiTPolicy}
 
 
-def _choose_weights(model, lora) -> None:
+def _choose_weights(model) -> dict:  # half -> peft's model around it
     "Adapters, or all weights of the language model and of the DiT."
-    model.lora, model.adapters = choose_lora(lora, model.halves), {}
+    adapters = {}
     for half, module in model.halves.items():
         if model.lora:
-            adapted = add_lora(module, model.lora, model.seed, half)
-            adapted.peft_config["default"].base_model_name_or_path = model.name
-            model.adapters[half] = adapted
+            adapters[half] = add_lora(module, model.lora, model.seed, half)
+            adapters[half].peft_config["default"].base_model_name_or_path = model.name
         else:
             for part in trainable_parts(half, module):
                 part.requires_grad_(True)
+    return adapters
 
 
 def _enable_checkpointing(model) -> None:
@@ -69,11 +71,11 @@ class GLMImageWrapper:
         device: torch.device | str | None = None,  # None: CUDA if there is one, else MPS, else CPU
         # None: all weights train; True, a dict or LoraOptions: adapters; a folder: saved adapters
         lora: bool | dict | LoraOptions | str | Path | None = None,
-        seed: int = 0,  # of the adapters' start, and of sampling where no other is given
+        seed: int = 0,  # seeds the adapters' start, and sampling where no other is given
         gradient_checkpointing: bool = False,  # less memory in the backward pass, a third slower
         offload: bool = False,  # the idle half's frozen weights wait in the host's memory
         device_map: torch.device | str | None = None,  # as device; "auto": the best there is
-        revision: str | None = None,  # of a hub id: branch, tag or commit; None: the newest
+        revision: str | None = None,  # branch, tag or commit of a hub id; None: the newest
     ):
         "UserError: not a GLM-Image, unknown device, dtype or component."
         if component not in COMPONENTS:
@@ -89,7 +91,8 @@ class GLMImageWrapper:
         self.image_defaults = image_defaults(self.pipe)
         models = {"ar": self.ar, "dit": self.dit}
         self.halves = {half: models[half] for half in COMPONENTS[component]}
-        _choose_weights(self, lora)
+        self.lora = choose_lora(lora, self.halves)
+        self.adapters = _choose_weights(self)
         self.num_parameters = sum(p.numel() for m in self.halves.values() for p in m.parameters())
         self.gradient_checkpointing = gradient_checkpointing
         if gradient_checkpointing:
@@ -103,14 +106,15 @@ class GLMImageWrapper:
 
     def generate_with_tracking(  # noqa: PLR0913  the public interface
         self,
-        prompts: str | list[str],  # N, one image each: repeat a prompt for a group
-        # image to image: N PIL images, or N lists of them, as many in each
+        prompts: str | list[str],  # one image each: repeat a prompt for a group
+        # image to image: a PIL image for each prompt, or as many lists of them, equally long
         images: list | None = None,
         *,
         height: int | None = None,  # pixels, a multiple of 32; None: the model's own
         width: int | None = None,
         seed: int | str | None = None,  # None: the wrapper's
-        names: SampleNames | None = None,  # of the noise of each row; None: derived from the seed
+        # the tree of samples and images of each prompt, which then comes once; None: from the seed
+        names: SampleNames | None = None,
         # rows scored at a time; with the trainer's micro-batch ratios are exactly 1 in bf16 as well
         score_batch_size: int | None = None,
         decode: bool = True,  # False: no images
@@ -124,7 +128,7 @@ class GLMImageWrapper:
         "Sample tokens, make images of those tokens, score both. UserError: sizes do not fit."
         prompts = [prompts] if isinstance(prompts, str) else list(prompts)
         if images is not None:
-            images = source_lists(images)
+            images = source_lists(images) or []
             numbers = {len(row) for row in images}
             if len(images) != len(prompts) or len(numbers) != 1 or 0 in numbers:
                 raise UserError(
@@ -134,9 +138,14 @@ class GLMImageWrapper:
             images_per_sample = {"ar": 1, "dit": len(prompts), "both": 2}[self.component]
             requests = request_names(prompts, images)
             seed = self.seed if seed is None else seed
-            names = SampleNames.number(seed, 0, requests, images_per_sample)
-        own = self.image_defaults
-        height, width = height or own["height"], width or own["width"]
+            names = SampleNames.of_rows(seed, 0, requests, images_per_sample)
+            places = [requests.index(request) for request in names.requests]
+            prompts = [prompts[place] for place in places]
+            images = images and [images[place] for place in places]
+        if len(prompts) != len(names.requests):
+            raise UserError(f"{len(prompts)} prompts, and names of {len(names.requests)}.")
+        height = height or int(self.image_defaults["height"])
+        width = width or int(self.image_defaults["width"])
         options = complete_options(options, changes, self)
         how = score_batch_size, decode, score, on_images
         return RolloutSampler(self, prompts, images, height, width, names, options, *how).sample()
@@ -160,7 +169,7 @@ class GLMImageWrapper:
         self.wake("dit")
         latents = rollout.denoising.latents
         if latents is None:
-            inputs, noise = image_inputs(rollout), rollout.initial_latents
+            inputs, noise = image_inputs(rollout), cast(Tensor, rollout.initial_latents)
             latents = sample_latents(self.pipe, inputs, noise, batch_size=batch_size)["latents"]
         return decode_latents(self.pipe, latents).cpu()
 

@@ -4,10 +4,9 @@
 
 # %% auto #0
 __all__ = ['ARGUMENTS', 'check_targets', 'simple_reward_function', 'RewardError', 'reward_name', 'error_text', 'wanted_arguments',
-           'settings_kept', 'random_states', 'call_reward']
+           'random_states', 'call_reward']
 
 # %% ../../nbs/4_rewards/01_calling.ipynb #c002
-import contextlib
 import inspect
 import math
 import pickle
@@ -15,7 +14,7 @@ import random
 import reprlib
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -93,7 +92,7 @@ def _checked(name, result, prompts):
     n = len(prompts)
     try:
         if isinstance(result, list | tuple | np.ndarray):
-            result = [math.nan if score is None else score for score in result]
+            result = [math.nan if value is None else value for value in result]
         rewards = torch.as_tensor(result).detach().float().cpu()
         if rewards.shape != (n,):
             raise ValueError(f"the shape is {list(rewards.shape)}")
@@ -110,30 +109,6 @@ def _checked(name, result, prompts):
     return rewards
 
 # %% ../../nbs/4_rewards/01_calling.ipynb #r15f72a
-@contextlib.contextmanager
-def settings_kept(
-    name: str,  # of the reward whose code runs in the block
-) -> Iterator[None]:
-    """Restores torch's gradient mode, number of threads and default dtype after the block.
-
-    RewardError: the block changed the default dtype.
-    """
-    dtype, threads = torch.get_default_dtype(), torch.get_num_threads()
-    try:
-        with torch.set_grad_enabled(torch.is_grad_enabled()):
-            yield
-    finally:
-        changed = torch.get_default_dtype() != dtype
-        torch.set_default_dtype(dtype)
-        if torch.get_num_threads() != threads:
-            torch.set_num_threads(threads)
-    if changed:
-        raise RewardError(
-            f"The reward {name} (or one that ran with it) called torch.set_default_dtype, which "
-            "changes the whole program. Convert only the reward's own tensors."
-        )
-
-
 def random_states() -> list:
     "The states of the global generators of torch (CPU), Python and numpy."
     numpy_state = pickle.dumps(np.random.get_state())
@@ -150,27 +125,27 @@ def call_reward(
     metadata: list | None = None,  # N dicts
     *,
     name: str | None = None,  # name in messages; None: its own name
-) -> Tensor:  # [N] float32 on the CPU; NaN: no score for this image
+) -> Tensor:  # [N] float32 on the CPU; NaN: no reward for this image
     """Call a reward with the inputs that its signature asks for, without gradients.
 
     Raises RewardError if it raises, or if the result has a wrong shape or infinity; UserError if
     it asks for something unknown. A UserError of the reward passes through.
     """
-    name, given = name or reward_name(reward), (images, prompts, targets, sources, metadata)
+    name = name or reward_name(reward)
+    inputs = (images, prompts, targets, sources, metadata)
     wanted = wanted_arguments(reward)
-    arguments = {key: value for key, value in zip(ARGUMENTS, given) if key in wanted}
+    arguments = {key: value for key, value in zip(ARGUMENTS, inputs) if key in wanted}
     before = random_states()
-    with settings_kept(name):
-        try:
-            result = reward(**arguments)
-        except (UserError, RewardError):  # a part's error already has its name
-            raise
-        except (Exception, SystemExit) as error:
-            at = traceback.extract_tb(error.__traceback__)[-1]
-            raise RewardError(
-                f"The reward {name} raised {error_text(error)} ({at.filename}, line {at.lineno}; "
-                f"first prompt of the batch: {prompts[0]!r})."
-            ) from error
+    try:
+        result = reward(**arguments)
+    except (UserError, RewardError):  # a part's error already has its name
+        raise
+    except (Exception, SystemExit) as error:
+        at = traceback.extract_tb(error.__traceback__)[-1]
+        raise RewardError(
+            f"The reward {name} raised {error_text(error)} ({at.filename}, line {at.lineno}; "
+            f"first prompt of the batch: {prompts[0]!r})."
+        ) from error
     moved = random_states() != before
     if moved and not hasattr(reward, "parts"):  # the parts of a sum are called and checked alone
         warnings.warn(

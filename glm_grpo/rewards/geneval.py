@@ -57,11 +57,11 @@ class Found(NamedTuple):
     name: str  # one of CLASSES
     score: float  # in [0, 1]
     box: tuple[int, int, int, int]  # left, top, right, bottom, in pixels
-    mask: Tensor | None = None  # [H, W] bool
+    mask: Tensor  # [H, W] bool
 
 
 def geneval_verdict(
-    metadata: dict,  # of a prompt: tag, include, perhaps exclude
+    metadata: dict,  # a prompt's tag, include, perhaps exclude
     objects: Sequence[Found],  # in its image
     colours_of: Callable[[str, list[Found]], list[str]],  # class, objects -> their colours
     exact: bool = True,  # Flow-GRPO's reading; False: the benchmark's
@@ -70,14 +70,15 @@ def geneval_verdict(
     threshold = 0.9 if metadata.get("tag") == "counting" else 0.3
     best_first = sorted(objects, key=lambda one: -one.score)
 
-    def found(name):
+    def detected(name):
         return [one for one in best_first if one.name == name and one.score > threshold][:16]
 
-    parts, groups = [], []  # groups[i]: objects of clause i; empty: it does not hold
+    parts: list[float] = []
+    groups: list[list[Found]] = []  # groups[i]: objects of clause i; empty: it does not hold
     for want in metadata["include"]:
         name, count = want["class"], want["count"]
         colour, position = want.get("color"), want.get("position")  # None in tables: not asked for
-        group = found(name) if exact else found(name)[:count]
+        group = detected(name) if exact else detected(name)[:count]
         parts.append(1 - abs(count - len(group)) / count)
         holds = len(group) == count
         if not holds and (colour or position):
@@ -94,7 +95,7 @@ def geneval_verdict(
         groups.append(group if holds else [])
     right = all(groups)
     for ban in [] if exact else metadata.get("exclude") or []:
-        right = right and len(found(ban["class"])) < ban["count"]
+        right = right and len(detected(ban["class"])) < ban["count"]
     return sum(parts) / len(parts), right
 
 # %% ../../nbs/4_rewards/14_geneval.ipynb #g031
@@ -142,9 +143,9 @@ class GenEval(Judge):
                 "facebook/mask2former-swin-small-coco-instance."
             )
         self.clip = ClipScore(Path(model) / "clip", device=device)
-        self.colour_vectors = {}  # class -> [10, D]
+        self.colour_vectors: dict[str, Tensor] = {}  # class -> [10, D]
 
-    def __call__(
+    def __call__(  # type: ignore[override]  # called by names: it asks for metadata
         self,
         images: Tensor,  # [N, 3, H, W] in [0, 1]
         metadata: list[dict],  # N of them, in GenEval's form
@@ -159,18 +160,18 @@ class GenEval(Judge):
                     f"use {metadata[i]}. Set data.prompts_file to a file of that form. Its "
                     f"classes: {', '.join(CLASSES)}. Its colours: {', '.join(COLOURS)}."
                 )
-        scores = torch.full((len(images),), float("nan"))
+        rewards = torch.full((len(images),), float("nan"))
         if asked:
-            scores[asked] = self.in_batches(images[asked], [metadata[i] for i in asked])
-        return scores
+            rewards[asked] = self.in_batches(images[asked], [metadata[i] for i in asked])
+        return rewards
 
     def _judge(self, images, metadata):
-        scores = []
+        rewards = []
         for image, record, objects in zip(images, metadata, self.detect(images)):
             colours_of = partial(self.colours_of, image)
-            score, right = geneval_verdict(record, objects, colours_of, self.exact)
-            scores.append(score if self.exact else float(right))
-        return torch.tensor(scores)
+            mean, right = geneval_verdict(record, objects, colours_of, self.exact)
+            rewards.append(mean if self.exact else float(right))
+        return torch.tensor(rewards)
 
     @torch.inference_mode()
     def detect(
@@ -185,7 +186,7 @@ class GenEval(Judge):
             target_sizes=[tuple(images.shape[2:])] * len(images),
             return_binary_maps=True,  # masks may overlap
         )
-        found = []
+        images_objects = []
         for result in results:
             objects = []
             for info, mask in zip(result["segments_info"], result["segmentation"]):
@@ -193,13 +194,13 @@ class GenEval(Judge):
                 (top, left), (bottom, right) = pixels.amin(0).tolist(), pixels.amax(0).tolist()
                 box, name = (left, top, right + 1, bottom + 1), CLASSES[info["label_id"]]
                 objects.append(Found(name, info["score"], box, mask.bool().cpu()))
-            found.append(objects)
-        return found
+            images_objects.append(objects)
+        return images_objects
 
     def colours_of(
         self,
         image: Tensor,  # [3, H, W] in [0, 1]
-        name: str,  # of the objects' class
+        name: str,  # the objects' class
         group: list[Found],
     ) -> list[str]:  # out of COLOURS
         "The colours of objects, by CLIP."

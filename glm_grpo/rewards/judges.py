@@ -10,6 +10,7 @@ __all__ = ['find_model', 'load_frozen', 'load_processor', 'Judge', 'TwoTowers', 
 import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import huggingface_hub
 import torch
@@ -27,7 +28,7 @@ def find_model(
 ) -> Path:  # a folder
     "The folder with a model's files. OSError: it is not on this machine."
     if is_hub_id(model):
-        return Path(huggingface_hub.snapshot_download(model, local_files_only=True))
+        return Path(huggingface_hub.snapshot_download(str(model), local_files_only=True))
     if not Path(model).is_dir():
         raise FileNotFoundError("no such folder")
     return Path(model)
@@ -50,11 +51,11 @@ def _told(model) -> Iterator[None]:
 
 
 def load_frozen(
-    auto: type,  # class of transformers with `from_pretrained`
+    auto: Any,  # class of transformers with `from_pretrained`
     model: str | Path,  # folder or hub id
     dtype: torch.dtype,
     device: torch.device | str,
-) -> torch.nn.Module:
+) -> Any:  # the model
     "A model in inference mode, without gradients. UserError: files or a package are missing."
     with _told(model):
         loaded, info = auto.from_pretrained(
@@ -72,7 +73,7 @@ def load_frozen(
 
 def load_processor(
     model: str | Path,  # folder or hub id
-    **options,  # of `from_pretrained`
+    **options,  # keywords of `from_pretrained`
 ):
     "The processor of a model. UserError: there is none, or it needs a package."
     with _told(model):
@@ -82,7 +83,7 @@ def load_processor(
 
 
 class Judge:
-    "A reward of images and their prompts. A subclass scores one batch with `_judge`."
+    "A model as a reward. A subclass judges one batch with `_judge`."
 
     _judge: Callable[..., Tensor]  # a batch of each input -> [n]
     batch_size: int  # images at a time
@@ -91,7 +92,7 @@ class Judge:
         self,
         *inputs,  # tensors or lists of N rows
     ) -> Tensor:  # [N] float32 on the CPU
-        "Score the rows in batches, in inference mode."
+        "Judge the rows in batches, in inference mode."
         values = []
         with torch.inference_mode():
             for start in range(0, len(inputs[0]), self.batch_size):
@@ -121,8 +122,9 @@ class TwoTowers(Judge):
     ):
         self.batch_size, self.device = batch_size, pick_device(device)
         self.model = load_frozen(transformers.AutoModel, model, torch.float32, self.device)
-        own = any(Path(model).glob("*processor_config.json"))
-        self.processor = load_processor(model if own else self.processor_of or model, backend="pil")
+        has_processor = any(Path(model).glob("*processor_config.json"))
+        name = model if has_processor else self.processor_of or model
+        self.processor = load_processor(name, backend="pil")
 
     def image_vectors(self, images: Tensor) -> Tensor:
         "[N, 3, H, W] in [0, 1] -> [N, D] float32"
@@ -206,7 +208,7 @@ class AestheticScore(TwoTowers):
             vectors = F.linear(vectors, weight, bias)
         return vectors.squeeze(-1)
 
-    def __call__(
+    def __call__(  # type: ignore[override]  # called by names: it asks for no prompts
         self,
         images: Tensor,  # [N, 3, H, W] in [0, 1]
     ) -> Tensor:  # [N] float32 on the CPU
@@ -230,7 +232,7 @@ class VLMJudge(Judge):
         # {prompt} is replaced; a question without it is the same for every image
         question: str = 'Does this figure show "{prompt}"? Please answer yes or no.',
         device: str | None = None,  # None: CUDA if there is one, else MPS, else the CPU
-        # of the weights; None: bfloat16 on CUDA, else float32
+        # dtype of the weights; None: bfloat16 on CUDA, else float32
         dtype: str | torch.dtype | None = None,
         batch_size: int = 8,  # images at a time
     ):

@@ -9,6 +9,7 @@ __all__ = ['LPIPS_WEIGHTS', 'TargetReward', 'SSIM', 'MultiScaleSSIM', 'LPIPS', '
 # %% ../../nbs/4_rewards/07_perception.ipynb #c003
 import hashlib
 import io
+from collections.abc import Callable
 from pathlib import Path
 
 import safetensors.torch
@@ -24,18 +25,19 @@ from .calling import check_targets
 class TargetReward:
     """A reward that compares each image with its target.
 
-    A subclass compares a few rows with `_compare(images, targets) -> [n]`. UserError: no targets,
+    A subclass compares a few rows with `_compare`. UserError: no targets,
     another size, or a side below `least`.
     """
 
     name: str
     least: int  # pixels of the shorter side
+    _compare: Callable[..., Tensor]  # images [n, 3, H, W], targets -> [n]
     rows = 8  # images that are compared at a time, so that memory does not grow with the batch
 
     def __call__(
         self,
         images: Tensor,  # [N, 3, H, W] in [0, 1]
-        targets: Tensor,  # of the same shape
+        targets: Tensor,  # the same shape
     ) -> Tensor:  # [N] float32, on the device of the images
         "A reward for each image."
         check_targets(self.name, images, targets)
@@ -112,7 +114,7 @@ class LPIPS(TargetReward):
         x = torch.cat([images, targets])
         mean = x.new_tensor([-0.030, -0.088, -0.188]).view(3, 1, 1)
         std = x.new_tensor([0.458, 0.448, 0.450]).view(3, 1, 1)
-        x, distance = (2 * x - 1 - mean) / std, 0
+        x, distance = (2 * x - 1 - mean) / std, x.new_zeros(len(images))
         for i, (stride, padding) in enumerate(_STRIDE_AND_PADDING):
             if i in (1, 2):
                 x = F.max_pool2d(x, 3, 2)

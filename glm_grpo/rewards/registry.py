@@ -17,10 +17,12 @@ from collections.abc import Callable
 from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import torch
 
 from ..data.basics import UserError
-from .calling import error_text, settings_kept
+from .calling import error_text
 
 # %% ../../nbs/4_rewards/20_registry.ipynb #rffe4be
 FORM = "write it as file.py:name or package.module:name, for example my_reward.py:redness."
@@ -31,25 +33,25 @@ def named_functions(
     taken: tuple[str, ...] = (),  # names that other rewards have
 ) -> dict[str, str]:  # name -> file.py:name or package.module:name
     "The user's functions by their names. UserError: a wrong form, or a name that is taken."
-    found = {}
+    places: dict[str, str] = {}
     for text in [functions] if isinstance(functions, str) else functions or []:
         place, _, name = text.rpartition(":")
         if not place or not name.isidentifier():
             raise UserError(f"reward.functions {text}: this names no function; {FORM}")
-        if name in taken or name in found:
+        if name in taken or name in places:
             raise UserError(
                 f"reward.functions {text}: there is a reward called {name} already. Rename the "
                 "function."
             )
-        found[name] = text
-    return found
+        places[name] = text
+    return places
 
 # %% ../../nbs/4_rewards/20_registry.ipynb #r750c92
 def _module_name(file: Path) -> str:
     "The file's own name, if a process that the reward starts finds this file by it."
     name, loaded = file.stem, sys.modules.get(file.stem)
-    found = PathFinder.find_spec(name, [*sys.path, str(file.parent)])
-    places = [found and found.origin, getattr(loaded, "__file__", str(file))]
+    spec = PathFinder.find_spec(name, [*sys.path, str(file.parent)])
+    places = [spec and spec.origin, getattr(loaded, "__file__", str(file))]
     return name if places == [str(file)] * 2 else f"reward_file_{name}"
 
 
@@ -63,6 +65,7 @@ def _import(place: str) -> ModuleType:  # file.py or package.module
         if not is_file:
             return importlib.import_module(place)
         spec = importlib.util.spec_from_file_location(name, place)
+        assert spec and spec.loader, "a .py file has both"
         sys.modules[name] = module = importlib.util.module_from_spec(spec)  # dataclasses look there
         spec.loader.exec_module(module)
         return module
@@ -79,7 +82,7 @@ def load_function(
     (attribute,) = named_functions(name)
     place = name.rpartition(":")[0]
     try:
-        with settings_kept(name):
+        with torch.no_grad():  # puts back the mode, which the file may change
             module = _import(place)
             function = getattr(module, attribute, None)
             if inspect.isclass(function):
@@ -90,10 +93,10 @@ def load_function(
         raise UserError(f"reward.functions {name}: cannot be loaded: {error_text(e)}.") from e
     if not callable(function):
         members = vars(module).items()
-        own = [key for key, x in members if getattr(x, "__module__", None) == module.__name__]
+        names = [key for key, x in members if getattr(x, "__module__", None) == module.__name__]
         raise UserError(
             f"reward.functions {name}: {place} has no function {attribute}. There are: "
-            f"{', '.join(own) or 'none'}."
+            f"{', '.join(names) or 'none'}."
         )
     return function
 
@@ -115,7 +118,7 @@ class Brought(NamedTuple):
     functions: dict[str, str] = {}  # name -> file.py:name
     models: dict[str, str] = {}  # metric -> folder or hub id
     remote: dict[str, str] = {}  # name -> URL
-    remote_options: dict[str, float] = {}  # timeout, patience: seconds, of `RemoteReward`
+    remote_options: dict[str, Any] = {}  # timeout, patience: seconds, of `RemoteReward`
 
 
 class Metric(NamedTuple):
@@ -123,7 +126,7 @@ class Metric(NamedTuple):
 
     measures: str
     range: str
-    needs: str  # of the data, of packages, of the user
+    needs: str  # what the data, packages or the user must provide
     place: str  # module:name of the reward, or of its class
     has_weights: bool = False  # the class takes a folder of weights that the user provides
 
@@ -133,19 +136,19 @@ METRICS = {
         "objects, ground, place and count are as in the prompt (GenEval in small)",
         "0 or 1",
         "prompts of data/t2i",
-        "rewards.scene_checks:SceneCheck",
+        "rewards.scenes:SceneCheck",
     ),
     "detail": Metric(
         "how cleanly the image is drawn, whatever it shows",
         "0 to 1",
         "images of the little world",
-        "rewards.scene_checks:DetailCheck",
+        "rewards.scenes:DetailCheck",
     ),
     "sign": Metric(
         "share of right characters on the sign",
         "0 to 1",
         "prompts with a word of two characters, as in data/words",
-        "rewards.text:sign_reward",
+        "rewards.scenes:sign_reward",
     ),
     "text": Metric(
         "the text in the image compared with the quoted text: 1 - edit distance",
@@ -163,13 +166,13 @@ METRICS = {
         "the wanted change was made, and the rest was kept",
         "0 to 1",
         "mode i2i with target images",
-        "rewards.scene_checks:edit_reward",
+        "rewards.scenes:edit_reward",
     ),
     "edit_check": Metric(
         "the scene check on an edited image",
         "0 or 1",
         "mode i2i, prompts of data/i2i",
-        "rewards.scene_checks:EditCheck",
+        "rewards.scenes:EditCheck",
     ),
     "mse": Metric(
         "minus the squared distance to the target",
@@ -260,9 +263,9 @@ BRING_WEIGHTS = [name for name, metric in METRICS.items() if metric.has_weights]
 
 # %% ../../nbs/4_rewards/20_registry.ipynb #n023
 def make_metric(
-    name: str,  # of METRICS, or of what the user provides
+    name: str,  # a key of METRICS, or a name that the user provides
     brought: Brought,
-) -> Callable:  # for `call_reward`
+) -> Callable:  # see `call_reward`
     "One part of a reward. UserError: a package, a folder or a server is missing."
     if name in brought.functions:
         return load_function(brought.functions[name])
@@ -271,8 +274,9 @@ def make_metric(
 
         return RemoteReward(brought.remote[name], **brought.remote_options)
     made = pkgutil.resolve_name(f"glm_grpo.{METRICS[name].place}")
-    if not METRICS[name].has_weights:
-        return made() if inspect.isclass(made) else made
-    if name not in brought.models:
-        raise UserError(f"{name}: set reward.models.{name}=FOLDER (or a hub id).")
-    return made(brought.models[name])
+    if METRICS[name].has_weights:
+        if name not in brought.models:
+            raise UserError(f"{name}: set reward.models.{name}=FOLDER (or a hub id).")
+        return made(brought.models[name])
+    reward: Any = made() if inspect.isclass(made) else made
+    return reward

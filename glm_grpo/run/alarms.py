@@ -11,6 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -107,7 +108,7 @@ def compare_evaluations(
         if name in earlier and name in later:
             missing = np.isnan(np.array([earlier[name], later[name]], dtype=float))
             rewards[:, missing[0] != missing[1]] = math.nan
-    reward = paired_difference(*rewards, requests)
+    reward = paired_difference(rewards[0], rewards[1], requests)
     changes = [Change("reward", "reward", *reward, trained=True)]
     for name, kind in kinds.items():
         if name in earlier and name in later:
@@ -152,15 +153,16 @@ class EvaluationHistory:
         trained: Sequence[str] = (),  # names of the metrics that have a weight in the reward
     ):
         self.steps = [record.get("step", i) for i, record in enumerate(records)]
-        self.changes = []  # per evaluation: name -> Change since the first
-        self.gone = []  # what has clearly moved where it should not -> whether it rose
+        self.changes: list[dict[str, Change]] = []  # per evaluation: since the first
+        # per evaluation: what has clearly moved where it should not -> whether it rose
+        self.gone: list[dict[str, bool]] = []
         # gone, also in the evaluation before and in the same direction, while the reward rose
-        self.alarms = []
+        self.alarms: list[list[str]] = []
         for record in records:
             changes = compare_evaluations(records[0], record, trained)
             watched = [one for one in changes if one.watched]
-            gone = [one for one in watched if has_gone(one, len(watched))]
-            gone = {one.name: one.difference > 0 for one in gone}
+            clear = [one for one in watched if has_gone(one, len(watched))]
+            gone = {one.name: one.difference > 0 for one in clear}
             before = self.gone[-1] if len(self.gone) > 1 else gone  # the first shows no change
             reward = changes[0]
             rises = reward.difference > (reward.error if reward.prompts > 1 else 0)
@@ -223,11 +225,13 @@ def alarm_figure(
     figure = ShownFigure(figsize=(8, 2.8), layout="constrained")
     ax = figure.subplots()
     for name, first in judged.changes[0].items():
-        changes = [found[name] for found in judged.changes if name in found]
+        changes = [named[name] for named in judged.changes if name in named]
         if not (first.watched and first.before and len(changes) == len(history)):
             continue
         shares = [1 + change.difference / abs(change.before) for change in changes]
-        style = {"lw": 2, "label": name} if name in alarms else {"lw": 1, "color": "0.7"}
+        style: dict[str, Any] = {"lw": 1, "color": "0.7"}
+        if name in alarms:
+            style = {"lw": 2, "label": name}
         ax.plot(judged.steps, shares, **style)
     if alarms:
         good = judged.steps[judged.last_good()]
@@ -235,5 +239,5 @@ def alarm_figure(
         ax.legend(fontsize=9, loc="center left", bbox_to_anchor=(1, 0.5))
     ax.set_yscale("symlog", linthresh=2)  # a tenfold statistic must not flatten the others
     ax.set(xlabel="step", title="not trained, share of first value")
-    ax.xaxis.get_major_locator().set_params(integer=True)
+    ax.locator_params(axis="x", integer=True)
     return figure

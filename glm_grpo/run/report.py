@@ -69,7 +69,8 @@ def _card(
     rewards = masked([result["rewards"][i] for result in results.values()])
     gains = (rewards[-1] - rewards[0]).filled(0)  # 0: one of the two has no score
     seed = int((gains * (np.sign(difference) or np.sign(gains))).argmax())
-    pair, metrics = [], {}
+    pair: list[tuple[str, str, float]] = []
+    metrics: dict[str, list[float]] = {}
     for name, result in results.items():
         address = image_address(result["images"][i][seed], side=384)
         pair.append((name, address, result["rewards"][i][seed]))
@@ -108,7 +109,7 @@ def merge_equal(
     changes: Sequence[Change],  # of `compare_evaluations`
 ) -> list[Change]:
     "The rows of the table: what shows the same numbers, up to the sign, has one row."
-    rows = {}
+    rows: dict[tuple[float, float], Change] = {}
     for change in changes:
         key = abs(change.before), abs(change.after)
         first = rows.setdefault(key, change)

@@ -9,7 +9,7 @@ __all__ = ['FULL_PRECISION', 'LOOP_KL', 'LOOP_MEAN', 'ROUNDING', 'LARGEST_OVER_M
 # %% ../../nbs/5_training/09_agreement.ipynb #ag03
 import math
 import warnings
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..data.basics import UserError
@@ -38,6 +38,11 @@ class Gap:
     allowed_kl: float = math.inf
     clip: float = math.inf  # the policy's clip range
 
+    @classmethod
+    def named(cls, name: str, numbers: dict[str, float]) -> "Gap":
+        "From the metrics `name`, `name`_mean and `name`_kl; without limits."
+        return cls(numbers[name], numbers[f"{name}_mean"], numbers[f"{name}_kl"])
+
     @property
     def too_large(self) -> bool:
         "Whether a limit is exceeded. False for NaN, which the check of the gradient finds."
@@ -59,7 +64,8 @@ class Gap:
 def loop_gap(numbers: dict[str, float], dtype: str) -> Gap:
     "Of scoring and the sampling loop, from `merge_lines`."
     short = dtype not in FULL_PRECISION
-    return Gap(*numbers.values(), allowed_mean=LOOP_MEAN[short], allowed_kl=LOOP_KL[short])
+    measured = Gap.named("loop_gap", numbers)
+    return replace(measured, allowed_mean=LOOP_MEAN[short], allowed_kl=LOOP_KL[short])
 
 
 def old_new_gap(
@@ -76,7 +82,8 @@ def old_new_gap(
     allowed_mean = allowed / LARGEST_OVER_MEAN
     if short and policy != "dit" and not same_batches:
         allowed_mean = max(MEAN_OF_OTHER_BATCHES, 3 * loop.mean if loop else 0.0)
-    return Gap(*numbers.values(), allowed, allowed_mean, clip=clip)
+    measured = Gap.named("old_new_gap", numbers)
+    return replace(measured, allowed=allowed, allowed_mean=allowed_mean, clip=clip)
 
 # %% ../../nbs/5_training/09_agreement.ipynb #ag09
 @dataclass(frozen=True)
@@ -157,12 +164,11 @@ def agreement_of(
     of_ranks, policies, loops = ranks.gather(metrics), {}, {}
     for name in metrics:
         numbers = merge_lines([of_rank[name] for of_rank in of_ranks])
-        if in_loop := {k: v for k, v in numbers.items() if k.startswith("loop_gap")}:
-            loops[name] = loop_gap(in_loop, dtype)
-        old_new = {k: v for k, v in numbers.items() if k.startswith("old_new_gap")}
-        if first and old_new:  # none: the policy's numbers are no log-ratios
+        if "loop_gap" in numbers:
+            loops[name] = loop_gap(numbers, dtype)
+        if first and "old_new_gap" in numbers:  # else the policy's numbers are no log-ratios
             clip, same = options.grpo.clip_range_of(name), options.step.mini_batches == 1
-            policies[name] = old_new_gap(old_new, name, dtype, clip, loops.get(name), same)
+            policies[name] = old_new_gap(numbers, name, dtype, clip, loops.get(name), same)
     return Agreement(policies, dtype, options.step.micro_batch_size, loops)
 
 
@@ -171,8 +177,7 @@ def require_agreement(found: Agreement, options: TrainerOptions, ranks: Ranks) -
     where rounding is unusually large, a warning."""
     message = found.problem()
     if message and not options.step.allow_ratio_gap:
-        ranks.all_failed = True  # all ranks have the same numbers
-        raise UserError(message)
+        ranks.fail_all(UserError(message))
     message = message or found.warning()
     if message and ranks.first:
         warnings.warn(message, stacklevel=2)

@@ -4,8 +4,7 @@
 
 # %% auto #0
 __all__ = ['SHOWN', 'Callback', 'is_due', 'describe_step', 'ProgressLines', 'JsonlLogger', 'ImageStatistics',
-           'CheckpointCallback', 'start_tracker', 'TrackerLogger', 'experience_html', 'trainer_html', 'Dashboard',
-           'callbacks_or_default']
+           'CheckpointCallback', 'start_tracker', 'TrackerLogger', 'trainer_html', 'Dashboard', 'callbacks_or_default']
 
 # %% ../../nbs/5_training/14_callbacks.ipynb #n008
 import contextlib
@@ -18,13 +17,13 @@ import time
 import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from PIL import Image
 from tqdm import tqdm
 
-from ..data.basics import UserError, atomic_write, patch_to
-from ..data.images import images_html
+from ..data.basics import UserError, atomic_write
 from ..data.prompts import read_text
 from ..rewards.perception import image_numbers
 from .checkpoints import copy_checkpoint, keep_newest, tidy_checkpoints
@@ -34,18 +33,18 @@ from .experience import Experience
 class Callback:
     "Does something while a trainer trains."
 
-    def on_train_begin(self, trainer: "MinimalGRPOTrainer") -> None:  # noqa: F821
+    def on_train_begin(self, trainer: Any) -> None:
         "Before the first step."
 
     def on_step_end(
         self,
-        trainer: "MinimalGRPOTrainer",  # noqa: F821
+        trainer: Any,  # a `MinimalGRPOTrainer`
         metrics: dict[str, float],  # the step's line; later callbacks log what is added
         experience: Experience,  # the rollout of the step
     ) -> None:
         "After each step."
 
-    def on_train_end(self, trainer: "MinimalGRPOTrainer") -> None:  # noqa: F821
+    def on_train_end(self, trainer: Any) -> None:
         "At the end, also after an exception."
 
 # %% ../../nbs/5_training/14_callbacks.ipynb #c0cd184
@@ -63,7 +62,7 @@ SHOWN = {  # in metrics.jsonl -> name and form in a line of progress
 
 
 def describe_step(
-    trainer: "MinimalGRPOTrainer",  # noqa: F821  after a step
+    trainer: Any,  # a `MinimalGRPOTrainer` after a step
 ) -> str:
     """The last step's reward, its mean over the last ten steps with the difference from the ten
     before (fewer while there are fewer than twenty); each policy's gradient norm, ratio, clip
@@ -174,7 +173,7 @@ class CheckpointCallback(Callback):
     ):
         self.folder, self.every, self.keep, self.best = Path(folder), every, keep, best
         self.minutes, self.saved_at = minutes, time.monotonic()
-        self.saved = None  # the checkpoint of the last step, if there is one
+        self.saved: Path | None = None  # the checkpoint of the last step, if there is one
 
     def on_train_begin(self, trainer):
         if trainer.ranks.first:
@@ -203,7 +202,7 @@ class CheckpointCallback(Callback):
             is_best = trainer.ranks.gather(is_best)[0]
         if is_best and self.saved is None:
             trainer.save_checkpoint(path)
-        elif is_best and trainer.ranks.first:
+        elif is_best and self.saved and trainer.ranks.first:
             copy_checkpoint(self.saved, path)
 
 # %% ../../nbs/5_training/14_callbacks.ipynb #n027
@@ -211,7 +210,7 @@ def start_tracker(
     name: str,
     output_dir: Path,
     step: int,  # of the trainer
-) -> "GeneralTracker":  # noqa: F821
+) -> Any:  # a `GeneralTracker` of accelerate
     "accelerate's tracker of this name. UserError: it cannot start."
     from accelerate import Accelerator
 
@@ -285,27 +284,9 @@ class TrackerLogger(Callback):
         finally:
             threading.excepthook = self.hook
 
-# %% ../../nbs/5_training/14_callbacks.ipynb #c83b479
-def experience_html(
-    experience: Experience,
-    groups: int = 4,  # at most so many prompts, from the first on
-) -> str:
-    "Prompts as rows, the best eight images of each, with rewards and advantages."
-    from glm_grpo.training.figures import sample_blocks  # matplotlib, where it draws
-
-    rows = []
-    for prompt, row in sample_blocks(experience, groups, images=8):
-        rows.append(f"<div><div>{html.escape(prompt)}</div>{images_html(*zip(*row))}</div>")
-    return "".join(rows)
-
-
-@patch_to(Experience)
-def _repr_html_(self):
-    return f"<div>{html.escape(repr(self))}</div>{experience_html(self)}"
-
 # %% ../../nbs/5_training/14_callbacks.ipynb #c1fec42
 def trainer_html(
-    trainer: "MinimalGRPOTrainer",  # noqa: F821
+    trainer: Any,  # a `MinimalGRPOTrainer`
 ) -> str:
     "Policies, step, the reward as a curve; the agreement, folded."
     from glm_grpo.training.figures import png_address, step_curves  # matplotlib, where it draws
@@ -360,7 +341,7 @@ class Dashboard(ProgressLines):
         )
         shown += trainer_html(self.trainer)
         if self.trainer.last_experience:
-            shown += experience_html(self.trainer.last_experience, groups=2)
+            shown += self.trainer.last_experience.html(groups=2)
         return f"<div>{shown}</div>"
 
 

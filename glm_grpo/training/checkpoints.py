@@ -15,16 +15,15 @@ import os
 import shutil
 import time
 import warnings
-from collections.abc import Callable
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from pickle import UnpicklingError
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..data.basics import UserError
-from ..data.basics import atomic_dir
+from ..data.basics import UserError, atomic_dir, list_options, option_value
 from .optimizer import PolicyOptimizer
 from .options import TrainerOptions
 
@@ -41,24 +40,18 @@ def differences(
     return found
 
 # %% ../../nbs/5_training/12_checkpoints.ipynb #n014
-def make_note(trainer: "MinimalGRPOTrainer") -> dict:  # noqa: F821
+def make_note(trainer: Any) -> dict[str, Any]:
     "trainer.json: the model that wrote a checkpoint, its step, options and place in the data."
-    options = {}
-    for f in fields(TrainerOptions):
-        value = getattr(trainer.options, f.name)
-        if is_dataclass(f.type):  # a section; the object may have other options as well
-            options |= {inner.name: getattr(value, inner.name) for inner in fields(f.type)}
-        else:
-            options[f.name] = value
+    names = {name.rpartition(".")[2]: name for name in list_options(TrainerOptions)}
+    options = {name: option_value(trainer.options, full) for name, full in names.items()}
     del options["max_bad_steps"]  # it changes no weight
-    model, trains = trainer.model, "all weights"
-    if (lora := getattr(model, "lora", None)) is not None:
-        trains = f"LoRA {json.dumps(getattr(lora, '__dict__', lora), default=sorted)}"
+    model, lora = trainer.model, getattr(trainer.model, "lora", None)
+    lora = json.loads(json.dumps(getattr(lora, "__dict__", lora), default=sorted))
     return {
         "made_by": {
             "model": Path(str(model.name)).name,  # its folder may have moved
             "component": model.component,
-            "trains": trains,
+            "lora": lora,  # the adapter's options; None: all weights train
             "parameters": sum(p.numel() for p in trainer.optimizer.trained),
             "mode": trainer.options.step.mode,
         },
@@ -82,20 +75,28 @@ def broken(file: Path, error: Exception) -> UserError:
 
 
 def read_note(checkpoint: str | Path) -> dict:
-    """trainer.json of a checkpoint: made_by, step, options, data, written; and lora, the adapter's
-    options in made_by, or None. UserError: missing or broken."""
+    "trainer.json of a checkpoint, as `make_note` writes it. UserError: missing or broken."
     path = Path(checkpoint) / "trainer.json"
-    kinds = {"made_by": [dict], "step": [int], "bad_steps": [int], "options": [dict]}
+    kinds: dict[str, list[type]] = {
+        "made_by": [dict],
+        "step": [int],
+        "bad_steps": [int],
+        "options": [dict],
+    }
     kinds |= {"data": [dict, type(None)], "written": [float]}
     try:  # older checkpoints have less
-        note = {"bad_steps": 0, "options": {}, "data": None, "written": 0.0}
+        note: dict[str, Any] = {"bad_steps": 0, "options": {}, "data": None, "written": 0.0}
         note |= json.loads(path.read_text(encoding="utf-8"))
         for key, allowed in kinds.items():
             value = note[key]
             if type(value) not in allowed or (type(value) is int and value < 0):
                 raise ValueError(f"'{key}' cannot be {json.dumps(value)[:40]}")
-        _, is_lora, lora = note["made_by"].get("trains", "").rpartition("LoRA ")
-        note["lora"] = dict(json.loads(lora)) if is_lora else None
+        made_by = note["made_by"]
+        if "trains" in made_by:  # "all weights" or "LoRA {...}", before lora had an entry
+            _, is_lora, lora = made_by.pop("trains").rpartition("LoRA ")
+            made_by["lora"] = json.loads(lora) if is_lora else None
+        if not isinstance(made_by.setdefault("lora", None), dict | None):
+            raise ValueError(f"'lora' cannot be {json.dumps(made_by['lora'])[:40]}")
     except Exception as e:
         raise broken(path, e) from None
     return note
@@ -111,7 +112,7 @@ def step_in(checkpoint: Path) -> float:
 # %% ../../nbs/5_training/12_checkpoints.ipynb #n017
 def set_newer_aside(
     path: str | Path,  # where a checkpoint is about to be written
-    step: int,  # of it
+    step: float,  # of it
 ) -> None:
     "Rename a checkpoint of a later step that is there: nothing newer is ever replaced."
     path = Path(path)
@@ -124,9 +125,9 @@ def set_newer_aside(
 
 def write_checkpoint(
     path: str | Path,
-    trainer: "MinimalGRPOTrainer",  # noqa: F821
+    trainer: Any,  # a `MinimalGRPOTrainer`
     adamw: dict,  # AdamW's state, with full tensors
-    masters: list[Tensor],  # full float32 copies of the weights, or []
+    masters: Sequence[Tensor],  # full float32 copies of the weights, or []
     **weights: dict,  # of a model that is sharded: weights=half -> full state dict
 ) -> None:
     "Write a checkpoint's files. UserError: writing failed; an older one of this name is kept."
@@ -153,10 +154,12 @@ def write_checkpoint(
             (folder / "trainer.json").write_text(text, encoding="utf-8")
             set_newer_aside(path, trainer.step)
     except Exception as e:  # each of several libraries raises its own errors
-        reason, at = e, e
-        while at := at.__context__:  # the system's reason, which a library may have replaced
+        reason: BaseException = e
+        at = e.__context__
+        while at:  # the system's reason, which a library may have replaced
             if isinstance(at, OSError) and not isinstance(reason, OSError):
                 reason = at
+            at = at.__context__
         raise UserError(
             f"{path}: the checkpoint cannot be written ({type(reason).__name__}: "
             f"{str(reason).rstrip('.')}). Older ones are untouched. Check whether the disk is full."
@@ -165,30 +168,30 @@ def write_checkpoint(
 
 def save_checkpoint(
     path: str | Path,
-    trainer: "MinimalGRPOTrainer",  # noqa: F821
+    trainer: Any,  # a `MinimalGRPOTrainer`
 ) -> None:
     """Save weights, AdamW's state, step and place in the data. If the weights are sharded, all
     ranks must call it. UserError as `write_checkpoint`."""
     optimizer, ranks = trainer.optimizer, trainer.ranks
-    state = optimizer.adamw.state_dict(), optimizer.masters or []
+    adamw, masters = optimizer.adamw.state_dict(), optimizer.masters or []
     if not ranks.shards:
-        write_checkpoint(path, trainer, *state)
+        write_checkpoint(path, trainer, adamw, masters)
         return
     weights = {}
     for half, model in trainer.model.halves.items():
         trainer.model.wake(half)
         weights[half] = ranks.full_state(model.state_dict())
-    state = [ranks.full_state(part) for part in state]
+    adamw, masters = ranks.full_state(adamw), ranks.full_state(masters)
     ranks.unshard()  # state_dict has sharded the model
 
     def write():
         if ranks.first:
-            write_checkpoint(path, trainer, *state, weights=weights)
+            write_checkpoint(path, trainer, adamw, masters, weights=weights)
 
     ranks.agree(write)
 
 # %% ../../nbs/5_training/12_checkpoints.ipynb #n023
-def check_numbers(values: list[Tensor], weights: list[Tensor]) -> None:
+def check_numbers(values: Sequence[Tensor], weights: Sequence[Tensor]) -> None:
     "ValueError: another number of them or another shape than the weights, NaN, or infinity."
     for value, weight in zip(values, weights, strict=True):
         if value.shape != weight.shape:
@@ -206,7 +209,7 @@ def read_state(
 
     weights, masters, averages, file = optimizer.stepped, [], {}, path / "optimizer.pt"
     # mapped into memory, so that ranks share its pages and read only their slices
-    options = {"map_location": "cpu", "weights_only": True, "mmap": True}
+    options: dict[str, Any] = {"map_location": "cpu", "weights_only": True, "mmap": True}
 
     try:
         adamw = torch.load(file, **options)
@@ -237,7 +240,7 @@ def read_state(
 # %% ../../nbs/5_training/12_checkpoints.ipynb #n029
 def load_checkpoint(
     path: str | Path,  # of `save_checkpoint`
-    trainer: "MinimalGRPOTrainer",  # noqa: F821
+    trainer: Any,  # a `MinimalGRPOTrainer`
 ) -> None:
     """Continue from a checkpoint. UserError, before anything is changed: it is missing or broken,
     or has another model, optimizer, number of prompts, batch size or seed. Other options cause a
@@ -386,7 +389,7 @@ def copy_checkpoint(source: Path, target: Path) -> None:
 
 # %% ../../nbs/5_training/12_checkpoints.ipynb #r002
 def rescue_steps(
-    trainer: "MinimalGRPOTrainer",  # noqa: F821
+    trainer: Any,  # a `MinimalGRPOTrainer`
     out: Path,
     again: Callable[[Path], str],  # checkpoint -> the command that resumes from it
 ) -> str:

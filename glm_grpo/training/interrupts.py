@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from multiprocessing import active_children, util
 from pathlib import Path
 from types import FrameType
-from typing import IO, Any, NoReturn
+from typing import Any, NoReturn
 
 from ..data.basics import UserError
 
@@ -40,11 +40,11 @@ def signal_name(signum: int) -> str:
 
 def ending_signals() -> list[int]:
     "Signals that ask a program to end; without SIGHUP if the program ignores it, as under `nohup`."
-    found = [signal.SIGINT, signal.SIGTERM]
+    signals: list[int] = [signal.SIGINT, signal.SIGTERM]
     hangup = getattr(signal, "SIGHUP", None)  # Windows has none
     if hangup is not None and signal.getsignal(hangup) != signal.SIG_IGN:
-        found.append(hangup)
-    return found
+        signals.append(hangup)
+    return signals
 
 
 @contextlib.contextmanager
@@ -70,7 +70,7 @@ def uncut() -> Iterator[None]:
         before(signal.SIGINT, noted[0])
 
 # %% ../../nbs/5_training/02_interrupts.ipynb #n015
-entered = []  # the `Interrupts` whose block is running
+entered: list[Any] = []  # the `Interrupts` whose block is running
 
 
 def mask(how: int) -> None:
@@ -174,7 +174,7 @@ def leave_at_once() -> None:
 class SteadyStream:
     "A text stream that never fails. Text that cannot be written is dropped."
 
-    def __init__(self, stream: IO):
+    def __init__(self, stream: Any):  # such as sys.stdout
         self.stream = stream
         with contextlib.suppress(AttributeError, OSError, ValueError):  # not a real file, or closed
             stream.reconfigure(errors="backslashreplace")
@@ -279,7 +279,7 @@ class NotFinite(UserError):
     "Ends training after several steps in a row whose loss or gradient was not finite."
 
 
-def remedy(error: Exception, out: Path, trainer: "MinimalGRPOTrainer") -> str:  # noqa: F821
+def remedy(error: Exception, out: Path, trainer: Any) -> str:
     """The message for an error during training, with the fix; empty: a bug. A rollout whose numbers
     are not finite is saved in `out`."""
     import torch

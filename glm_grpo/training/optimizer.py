@@ -9,14 +9,18 @@ __all__ = ['make_adamw', 'PolicyOptimizer', 'replaced_by']
 import contextlib
 from collections.abc import Iterator
 from itertools import islice
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from ..data.basics import UserError, patch_to
+from ..data.basics import UserError
 from ..model.loading import shard_like
 from .options import OptimizerOptions
 from .ranks import full_tensor
+
+if TYPE_CHECKING:
+    from diffusers.training_utils import EMAModel
 
 
 def make_adamw(
@@ -59,7 +63,8 @@ class PolicyOptimizer:
             rates = {"lr": options.learning_rate_of(name), "eps": options.epsilon_of(name)}
             groups.append(group | rates)
         self.adamw = make_adamw(options.optimizer, groups, options.weight_decay)
-        self.ema = self.slow = None
+        self.ema: Any = None  # an EMAModel, where the options ask for one
+        self.slow: Any = None  # likewise
         self.averages = {}  # name in a checkpoint -> a moving average, the weights that it follows
         if options.ema_decay is not None:
             from diffusers.training_utils import EMAModel
@@ -92,119 +97,151 @@ class PolicyOptimizer:
         "The device of the weights."
         return self.stepped[0].device
 
-# %% ../../nbs/5_training/04_optimizer.ipynb #cce1307
-@patch_to(PolicyOptimizer)
-@contextlib.contextmanager
-def accumulating(self) -> Iterator[None]:
-    "Backward passes inside add their gradients in float32."
-    hooks = []
-    for p, master in zip(self.trained, self.masters or ()):
+    @contextlib.contextmanager
+    def accumulating(self) -> Iterator[None]:
+        "Backward passes inside add their gradients in float32."
+        hooks = []
+        for p, master in zip(self.trained, self.masters or ()):
 
-        @torch.no_grad()
-        def move(p, master=master):
-            gradient, p.grad = p.grad.float(), None
-            master.grad = gradient if master.grad is None else master.grad.add_(gradient)
+            @torch.no_grad()
+            def move(p, master=master):
+                gradient, p.grad = p.grad.float(), None
+                master.grad = gradient if master.grad is None else master.grad.add_(gradient)
 
-        hooks.append(p.register_post_accumulate_grad_hook(move))
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
+            hooks.append(p.register_post_accumulate_grad_hook(move))
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
 
-# %% ../../nbs/5_training/04_optimizer.ipynb #n020
-@patch_to(PolicyOptimizer)
-def schedule(
-    self,
-    step: int,  # training steps that are done
-    last_step: int,  # of this call of `train`; 0: not known
-) -> None:
-    "Set the learning rates. They depend on nothing else, also in a resumed run."
-    options, share = self.options, 1.0
-    if options.lr_scheduler == "linear" and last_step:
-        share = 1 - step / last_step
-    share *= min(1.0, (step + 1) / (options.warmup_steps + 1))
-    for group in self.adamw.param_groups:
-        group["lr"] = options.learning_rate_of(group["name"]) * share
+    def schedule(
+        self,
+        step: int,  # training steps that are done
+        last_step: int,  # of this call of `train`; 0: not known
+    ) -> None:
+        "Set the learning rates. They depend on nothing else, also in a resumed run."
+        options, share = self.options, 1.0
+        if options.lr_scheduler == "linear" and last_step:
+            share = 1 - step / last_step
+        share *= min(1.0, (step + 1) / (options.warmup_steps + 1))
+        for group in self.adamw.param_groups:
+            group["lr"] = options.learning_rate_of(group["name"]) * share
 
+    def learning_rates(self) -> dict[str, float]:
+        "policy -> learning rate of the current step."
+        return {group["name"]: group["lr"] for group in self.adamw.param_groups}
 
-@patch_to(PolicyOptimizer)
-def learning_rates(self) -> dict[str, float]:
-    "policy -> learning rate of the current step."
-    return {group["name"]: group["lr"] for group in self.adamw.param_groups}
+    def zero_grad(self) -> None:
+        "Delete all gradients."
+        for p in [*self.trained, *self.stepped]:
+            p.grad = None
 
+    def clip(self, policy: str) -> Tensor:  # []: the norm before clipping
+        "Scale a policy's gradient down to the norm max_grad_norm, if it is longer."
+        return nn.utils.clip_grad_norm_(self.stepped_of(policy), self.options.max_grad_norm)
 
-@patch_to(PolicyOptimizer)
-def zero_grad(self) -> None:
-    "Delete all gradients."
-    for p in [*self.trained, *self.stepped]:
-        p.grad = None
+    def step(self) -> None:
+        "Move the weights by their gradients."
+        if self.masters is None:
+            self.adamw.step()
+            return
+        # the float32 copies one at a time; the weights are these, rounded
+        gradients = [master.grad for master in self.masters]
+        self.zero_grad()
+        for p, master, gradient in zip(self.trained, self.masters, gradients):
+            if gradient is None:
+                continue
+            master.grad = gradient
+            self.adamw.step()
+            master.grad = None
+            p.data.copy_(master.data)
 
+    @torch.no_grad()
+    def below_epsilon(self) -> dict[str, float]:
+        """policy -> share of the weights whose sqrt(v) of AdamW, bias-corrected, is below epsilon.
+        Weights that never had a gradient are left out, and policies whose v is not in float32."""
+        sums = {}
+        for group in self.adamw.param_groups:
+            counts = []
+            for state in map(self.adamw.state.get, group["params"]):
+                if state and "exp_avg_sq" in state:
+                    v, correction = state["exp_avg_sq"], 1 - group["betas"][1] ** int(state["step"])
+                    below = (v > 0) & (v < group["eps"] ** 2 * correction)
+                    counts.append(torch.stack([full_tensor(x.sum()) for x in (below, v > 0)]))
+            if counts:
+                sums[group["name"]] = torch.stack(counts).sum(0)
+        if not sums:
+            return {}
+        numbers = torch.stack([*sums.values()]).tolist()  # waits for the device, after the update
+        return {name: small / max(1, moved) for name, (small, moved) in zip(sums, numbers)}
 
-@patch_to(PolicyOptimizer)
-def clip(self, policy: str) -> Tensor:  # []: the norm before clipping
-    "Scale a policy's gradient down to the norm max_grad_norm, if it is longer."
-    return nn.utils.clip_grad_norm_(self.stepped_of(policy), self.options.max_grad_norm)
+    def numbers(self) -> dict[str, dict[str, float]]:
+        "policy -> learning_rate and, if it is known, below_epsilon."
+        numbers = {name: {"learning_rate": rate} for name, rate in self.learning_rates().items()}
+        for name, share in self.below_epsilon().items():
+            numbers[name]["below_epsilon"] = share
+        return numbers
 
-# %% ../../nbs/5_training/04_optimizer.ipynb #n023
-@patch_to(PolicyOptimizer)
-def step(self) -> None:
-    "Move the weights by their gradients."
-    if self.masters is None:
-        self.adamw.step()
-        return
-    # the float32 copies one at a time; the weights are these, rounded
-    gradients = [master.grad for master in self.masters]
-    self.zero_grad()
-    for p, master, gradient in zip(self.trained, self.masters, gradients):
-        if gradient is None:
-            continue
-        master.grad = gradient
-        self.adamw.step()
-        master.grad = None
-        p.data.copy_(master.data)
+    def update_average(self) -> None:
+        "Add the current weights to the moving average, if there is one."
+        if self.ema:
+            self.ema.step(self.stepped)
 
-# %% ../../nbs/5_training/04_optimizer.ipynb #ep02
-@patch_to(PolicyOptimizer)
-@torch.no_grad()
-def below_epsilon(self) -> dict[str, float]:
-    """policy -> share of the weights whose sqrt(v) of AdamW, bias-corrected, is below epsilon.
-    Weights that never had a gradient are left out, and policies whose v is not in float32."""
-    sums = {}
-    for group in self.adamw.param_groups:
-        counts = []
-        for state in map(self.adamw.state.get, group["params"]):
-            if state and "exp_avg_sq" in state:
-                v, correction = state["exp_avg_sq"], 1 - group["betas"][1] ** int(state["step"])
-                below = (v > 0) & (v < group["eps"] ** 2 * correction)
-                counts.append(torch.stack([full_tensor(x.sum()) for x in (below, v > 0)]))
-        if counts:
-            sums[group["name"]] = torch.stack(counts).sum(0)
-    if not sums:
-        return {}
-    numbers = torch.stack([*sums.values()]).tolist()  # waits for the device, after the update
-    return {name: small / max(1, moved) for name, (small, moved) in zip(sums, numbers)}
+    def averaged(self) -> contextlib.AbstractContextManager:
+        "Inside, the weights are their moving averages; without ema_decay they stay as they are."
+        return replaced_by(self.ema, self.trained)
 
+    def update_slow_copy(self) -> None:
+        "Move the slow copy towards the denoising policy, once for each rollout. AWM, 2509.25050."
+        if self.slow:
+            rollouts = max(0, self.slow.optimization_step - self.options.slow_copy_flat)
+            grown = self.options.slow_copy_growth * rollouts
+            # EMAModel's decay is at least min_decay; its first one is 0
+            self.slow.decay = self.slow.min_decay = min(self.options.slow_copy_decay, grown)
+            self.slow.step(self.stepped_of("dit"))
 
-@patch_to(PolicyOptimizer)
-def numbers(self) -> dict[str, dict[str, float]]:
-    "policy -> learning_rate and, if it is known, below_epsilon."
-    numbers = {name: {"learning_rate": rate} for name, rate in self.learning_rates().items()}
-    for name, share in self.below_epsilon().items():
-        numbers[name]["below_epsilon"] = share
-    return numbers
+    def slowed(self) -> contextlib.AbstractContextManager:
+        "Inside, the denoising policy is its slow copy; without slow_copy_decay it stays as it is."
+        return replaced_by(self.slow, self.parameters.get("dit", []))
+
+    def load_state_dict(
+        self,
+        memory: dict,  # AdamW's, with full tensors
+        masters: list[Tensor],  # the float32 copies; empty: there are none
+    ) -> None:
+        """Load AdamW's state and the float32 copies. Learning rates and other settings stay.
+        ValueError: another number of float32 copies."""
+        for p, saved in zip(self.masters or (), masters, strict=True):
+            p.data.copy_(shard_like(saved, p))
+        state: dict[int, dict] = {}
+        for i, saved in memory["state"].items():
+            state[i] = {}
+            for name, value in saved.items():
+                if isinstance(value, Tensor):  # a copy: the saved one may be mapped from a file
+                    value = (shard_like(value, self.trained[i]) if value.dim() else value).clone()
+                state[i][name] = value
+        self.adamw.load_state_dict({**self.adamw.state_dict(), "state": state})
+
+    def load_average(
+        self,
+        name: str,  # of `averages`
+        state: dict | None,  # None: it starts from the current weights
+    ) -> None:
+        "Load a moving average."
+        average, weights = self.averages[name]
+        if state is None:
+            shadow = [p.detach().clone() for p in weights]
+            state = {"shadow_params": shadow, "optimization_step": 0}
+        average.load_state_dict(state)
+        average.to(self.device)
+        if name == "ema":
+            average.decay = self.options.ema_decay
 
 # %% ../../nbs/5_training/04_optimizer.ipynb #n027
-@patch_to(PolicyOptimizer)
-def update_average(self) -> None:
-    "Add the current weights to the moving average, if there is one."
-    if self.ema:
-        self.ema.step(self.stepped)
-
-
 @contextlib.contextmanager
 def replaced_by(
-    average: "EMAModel | None",  # noqa: F821  None: the weights stay as they are
+    average: "EMAModel | None",  # None: the weights stay as they are
     weights: list[nn.Parameter],
 ) -> Iterator[None]:
     "Inside, the weights are their moving averages."
@@ -217,63 +254,3 @@ def replaced_by(
         yield
     finally:
         average.restore(weights)
-
-
-@patch_to(PolicyOptimizer)
-def averaged(self) -> contextlib.AbstractContextManager:
-    "Inside, the weights are their moving averages; without ema_decay they stay as they are."
-    return replaced_by(self.ema, self.trained)
-
-# %% ../../nbs/5_training/04_optimizer.ipynb #sl02
-@patch_to(PolicyOptimizer)
-def update_slow_copy(self) -> None:
-    "Move the slow copy towards the denoising policy, once for each rollout. AWM, 2509.25050."
-    if self.slow:
-        rollouts = max(0, self.slow.optimization_step - self.options.slow_copy_flat)
-        grown = self.options.slow_copy_growth * rollouts
-        # EMAModel's decay is at least min_decay; its first one is 0
-        self.slow.decay = self.slow.min_decay = min(self.options.slow_copy_decay, grown)
-        self.slow.step(self.stepped_of("dit"))
-
-
-@patch_to(PolicyOptimizer)
-def slowed(self) -> contextlib.AbstractContextManager:
-    "Inside, the denoising policy is its slow copy; without slow_copy_decay it stays as it is."
-    return replaced_by(self.slow, self.parameters.get("dit", []))
-
-# %% ../../nbs/5_training/04_optimizer.ipynb #n038
-@patch_to(PolicyOptimizer)
-def load_state_dict(
-    self,
-    memory: dict,  # AdamW's, with full tensors
-    masters: list[Tensor],  # the float32 copies; empty: there are none
-) -> None:
-    """Load AdamW's state and the float32 copies. Learning rates and other settings stay.
-    ValueError: another number of float32 copies."""
-    for p, saved in zip(self.masters or (), masters, strict=True):
-        p.data.copy_(shard_like(saved, p))
-    state = {}
-    for i, saved in memory["state"].items():
-        state[i] = {}
-        for name, value in saved.items():
-            if isinstance(value, Tensor):  # a copy: the saved one may be mapped from a file
-                value = (shard_like(value, self.trained[i]) if value.dim() else value).clone()
-            state[i][name] = value
-    self.adamw.load_state_dict({**self.adamw.state_dict(), "state": state})
-
-
-@patch_to(PolicyOptimizer)
-def load_average(
-    self,
-    name: str,  # of `averages`
-    state: dict | None,  # None: it starts from the current weights
-) -> None:
-    "Load a moving average."
-    average, weights = self.averages[name]
-    if state is None:
-        shadow = [p.detach().clone() for p in weights]
-        state = {"shadow_params": shadow, "optimization_step": 0}
-    average.load_state_dict(state)
-    average.to(self.device)
-    if name == "ema":
-        average.decay = self.options.ema_decay

@@ -11,12 +11,15 @@ import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from ..data.basics import UserError, patch_to
+from ..data.basics import UserError
+
+if TYPE_CHECKING:
+    from glm_grpo.model.wrapper import GLMImageWrapper
 
 
 def process_count() -> int:
@@ -71,7 +74,9 @@ class Ranks:
     ):
         self.rank, self.world, self.device = rank, world, device
         self.first = rank == 0
-        self.shards = {}  # modules that are sharded -> whether they are fetched in each pass
+        self.shards: dict[
+            Any, bool
+        ] = {}  # modules that are sharded -> whether they are fetched in each pass
         self.all_failed = False  # whether all ranks have received an error, or the wish to stop
         self.objects = None  # the group that exchanges objects; None: the same as for tensors
 
@@ -109,28 +114,121 @@ class Ranks:
         if error is None or self.all_failed:
             self.stop()
 
+    def stop(self) -> None:
+        "Wait for all ranks, e.g. while one writes a checkpoint, and leave the process group."
+        if self.world > 1:
+            self.gather(None)
+            torch.distributed.destroy_process_group()
+            # Sharded weights keep gloo's threads alive. A thread that frees a tensor while Python
+            # ends aborts the process (pytorch#179291), so they get the time to finish.
+            time.sleep(0.1)
+
+    def gather(self, thing: Any) -> list:  # [world]
+        "On each rank, a list of all ranks' values in the order of the ranks. They are pickled."
+        if self.world == 1:
+            return [thing]
+        things = [None] * self.world
+        torch.distributed.all_gather_object(things, thing, group=self.objects)
+        return things
+
+    def fail_all(self, error: BaseException) -> NoReturn:
+        "Raise an error that all ranks raise here, because all have the same numbers."
+        self.all_failed = True
+        raise error
+
+    def agree(self, work: Callable[[], Any]) -> list:  # [world]: what it returned on each rank
+        """Do something on every rank. If it fails on one, that rank raises its own error, and all
+        others a UserError with the rank and the reason."""
+        if self.world == 1:
+            return [work()]
+        answer = error = reason = None
+        try:
+            answer = work()
+        except Exception as e:  # raised again below, after the other ranks have received it
+            error, reason = e, f"{type(e).__name__}: {e}"
+        results = self.gather((answer, reason))
+        self.all_failed = any(reason for _, reason in results)
+        if error:
+            raise error
+        for rank, (_, reason) in enumerate(results):
+            if reason:
+                raise UserError(f"rank {rank} failed, so all stop. {reason}")
+        return [answer for answer, _ in results]
+
+    def once_per_machine(self, work: Callable[[], Any]) -> None:
+        "The first rank of each machine does something. If it fails, all stop, as in `agree`."
+        number_here = int(os.environ.get("LOCAL_RANK", self.rank))  # the launchers set it
+        self.agree(lambda: work() if number_here == 0 else None)
+
+    def own(self, of_all: Tensor) -> Tensor:
+        "This rank's part of a tensor gathered from ranks with equally many rows."
+        n = len(of_all) // self.world
+        return of_all[self.rank * n : (self.rank + 1) * n]
+
+    @torch.no_grad()
+    def sum_gradients(
+        self,
+        parameters: list[torch.nn.Parameter],  # one without a gradient counts as zeros
+        loss: Tensor,  # []: with its sum, all ranks decide alike whether the step is finite
+    ) -> None:
+        "Replace gradients and loss by their sums over all ranks, in one message."
+        if self.world == 1:
+            return
+        from accelerate.utils import reduce
+
+        tensors = [loss]
+        for p in () if self.shards else parameters:  # FSDP2 has summed them in the backward pass
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
+            tensors.append(p.grad)
+        sizes = [x.numel() for x in tensors]
+        flat = torch.cat([x.flatten().float() for x in tensors])
+        totals = reduce(flat, "sum").split(sizes)
+        for x, total in zip(tensors, totals):
+            x.copy_(total.view_as(x))
+
+    def shard(self, model: "GLMImageWrapper") -> None:
+        """Spread the weights that train, their gradients and (of an optimizer made afterwards)
+        AdamW's state over the ranks. UserError with LoRA."""
+        if self.world == 1:
+            return
+        from torch.distributed.device_mesh import init_device_mesh
+
+        kind = torch.device(self.device or "cpu").type
+        self.shards = model.shard(init_device_mesh(kind, (self.world,)))
+
+    def unshard(
+        self,
+        # True: for backward passes; layers that can come one by one stay sharded
+        learning: bool = False,
+    ) -> None:
+        """Put sharded weights together on each rank. All ranks call it. Until `reshard` no pass
+        exchanges weights, so each rank can sample, and evaluate its prompts, at its own pace."""
+        for part, one_by_one in self.shards.items():
+            stays = learning and one_by_one
+            part.set_reshard_after_forward(stays, recurse=False)
+            part.set_reshard_after_backward(stays, recurse=False)
+            if stays:
+                part.reshard()
+            else:
+                part.unshard()
+
+    def reshard(self) -> None:
+        "Each rank keeps its slice only: after an optimizer step the rest is outdated."
+        for part in self.shards:
+            part.reshard()
+
+    def full_state(self, state: Any) -> Any:
+        """A state dict (or a value in it) with full tensors on the CPU of the first rank, and None
+        for sharded tensors on the others. All ranks call it."""
+        if isinstance(state, dict):
+            return {k: self.full_state(v) for k, v in state.items()}
+        if isinstance(state, list):
+            return [self.full_state(v) for v in state]
+        full = full_tensor(state)
+        return full if full is state else full.cpu() if self.first else None
+
 # %% ../../nbs/5_training/03_ranks.ipynb #c30ccb2
-@patch_to(Ranks)
-def stop(self) -> None:
-    "Wait for all ranks, for example while one writes a checkpoint, and leave the process group."
-    if self.world > 1:
-        self.gather(None)
-        torch.distributed.destroy_process_group()
-        # Sharded weights keep gloo's threads alive. A thread that frees a tensor while Python ends
-        # aborts the process (pytorch#179291), so they get the time to finish.
-        time.sleep(0.1)
-
-
-@patch_to(Ranks)
-def gather(self, thing: Any) -> list:  # [world]
-    "A list of all ranks' values, in the order of the ranks, on each rank. Picklable values only."
-    if self.world == 1:
-        return [thing]
-    things = [None] * self.world
-    torch.distributed.all_gather_object(things, thing, group=self.objects)
-    return things
-
-
 def end_alone(status: int) -> None:
     """End this process at once if it is still in its process group: the launcher then ends the
     other ranks, which wait for it. Leaving the group would wait for them."""
@@ -139,115 +237,7 @@ def end_alone(status: int) -> None:
         sys.stderr.flush()
         os._exit(status)
 
-# %% ../../nbs/5_training/03_ranks.ipynb #n016
-@patch_to(Ranks)
-def agree(self, work: Callable[[], Any]) -> list:  # [world]: what it returned on each rank
-    """Do something on every rank. If it fails on one, that rank raises its own error, and all
-    others a UserError with the rank and the reason."""
-    if self.world == 1:
-        return [work()]
-    answer = error = reason = None
-    try:
-        answer = work()
-    except Exception as e:  # raised again below, after the other ranks have received it
-        error, reason = e, f"{type(e).__name__}: {e}"
-    results = self.gather((answer, reason))
-    self.all_failed = any(reason for _, reason in results)
-    if error:
-        raise error
-    for rank, (_, reason) in enumerate(results):
-        if reason:
-            raise UserError(f"rank {rank} failed, so all stop. {reason}")
-    return [answer for answer, _ in results]
-
-# %% ../../nbs/5_training/03_ranks.ipynb #c0c140d
-@patch_to(Ranks)
-def once_per_machine(self, work: Callable[[], Any]) -> None:
-    "The first rank of each machine does something. If it fails, all stop, as in `agree`."
-    number_here = int(os.environ.get("LOCAL_RANK", self.rank))  # the launchers set it
-    self.agree(lambda: work() if number_here == 0 else None)
-
-# %% ../../nbs/5_training/03_ranks.ipynb #n019
-@patch_to(Ranks)
-def own(self, of_all: Tensor) -> Tensor:
-    "This rank's part of a tensor gathered from ranks with equally many rows."
-    n = len(of_all) // self.world
-    return of_all[self.rank * n : (self.rank + 1) * n]
-
-# %% ../../nbs/5_training/03_ranks.ipynb #n022
-@patch_to(Ranks)
-@torch.no_grad()
-def sum_gradients(
-    self,
-    parameters: list[torch.nn.Parameter],  # one without a gradient counts as zeros
-    loss: Tensor,  # []: with its sum, all ranks decide alike whether the step is finite
-) -> None:
-    "Replace gradients and loss by their sums over all ranks, in one message."
-    if self.world == 1:
-        return
-    from accelerate.utils import reduce
-
-    tensors = [loss]
-    for p in () if self.shards else parameters:  # FSDP2 has summed them in the backward pass
-        if p.grad is None:
-            p.grad = torch.zeros_like(p)
-        tensors.append(p.grad)
-    sizes = [x.numel() for x in tensors]
-    flat = torch.cat([x.flatten().float() for x in tensors])
-    totals = reduce(flat, "sum").split(sizes)
-    for x, total in zip(tensors, totals):
-        x.copy_(total.view_as(x))
-
 # %% ../../nbs/5_training/03_ranks.ipynb #n025
-@patch_to(Ranks)
-def shard(self, model: "GLMImageWrapper") -> None:  # noqa: F821
-    """Spread the weights that train, their gradients and (of an optimizer made afterwards)
-    AdamW's state over the ranks. UserError with LoRA."""
-    if self.world == 1:
-        return
-    from torch.distributed.device_mesh import init_device_mesh
-
-    kind = torch.device(self.device).type
-    self.shards = model.shard(init_device_mesh(kind, (self.world,)))
-
-
-@patch_to(Ranks)
-def unshard(
-    self,
-    # True: for backward passes; layers that can come one by one stay sharded
-    learning: bool = False,
-) -> None:
-    """Put sharded weights together on each rank. All ranks call it. Until `reshard` no pass
-    exchanges weights, so each rank can sample, and evaluate its prompts, at its own pace."""
-    for part, one_by_one in self.shards.items():
-        stays = learning and one_by_one
-        part.set_reshard_after_forward(stays, recurse=False)
-        part.set_reshard_after_backward(stays, recurse=False)
-        if stays:
-            part.reshard()
-        else:
-            part.unshard()
-
-
-@patch_to(Ranks)
-def reshard(self) -> None:
-    "Each rank keeps its slice only: after an optimizer step the rest is outdated."
-    for part in self.shards:
-        part.reshard()
-
-
 def full_tensor(tensor: Tensor) -> Tensor:
     "All of a tensor that may be sharded over ranks."
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-
-
-@patch_to(Ranks)
-def full_state(self, state: Any) -> Any:
-    """A state dict (or a value in it) with full tensors on the CPU of the first rank, and None
-    for sharded tensors on the others. All ranks call it."""
-    if isinstance(state, dict):
-        return {k: self.full_state(v) for k, v in state.items()}
-    if isinstance(state, list):
-        return [self.full_state(v) for v in state]
-    full = full_tensor(state)
-    return full if full is state else full.cpu() if self.first else None

@@ -13,25 +13,23 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from ..data.basics import UserError
 from ..data.loader import batches_per_pass, endless_batches
-from ..data.prompts import as_batch
-from ..data.rollout import Policy, Samples
+from ..data.rollout import Samples
 from ..maths.loss import compute_grpo_loss
 from . import checkpoints
 from .agreement import Agreement, agreement_of, require_agreement
 from .callbacks import Callback, callbacks_or_default, trainer_html
-from .collector import Collector, callbacks_running, complete_trainer_options
-from .collector import unlearnt_batch_returns
+from .collector import Collector, callbacks_running, unlearnt_batch_returns
 from .experience import Experience, MiniBatch, deal_minibatches
 from .interrupts import NotFinite, uncut
 from .optimizer import PolicyOptimizer
-from .options import TrainerOptions
+from .options import TrainerOptions, complete_trainer_options
 from .ranks import Ranks, full_tensor
 from .update import Tally, loss_counts, loss_options
 from .update import split_chunks, summarise, to_floats
@@ -131,14 +129,14 @@ class Learner:
         "The gradients of an optimizer step, summed over ranks and clipped -> metrics by policy."
         self.optimizer.zero_grad()
         self.ranks.unshard(learning=True)
-        metrics = {}
+        totals = {}
         for name, batch in minibatch.items():
             with self.optimizer.accumulating():
                 tally = self.accumulate(name, batch)
-            metrics[name] = tally.total(self.optimizer.device)
-            self.ranks.sum_gradients(self.optimizer.stepped_of(name), metrics[name]["loss"])
-            metrics[name]["grad_norm"] = full_tensor(self.optimizer.clip(name))
-        metrics = to_floats(metrics)  # the only place that waits for the device
+            totals[name] = tally.total(self.optimizer.device)
+            self.ranks.sum_gradients(self.optimizer.stepped_of(name), totals[name]["loss"])
+            totals[name]["grad_norm"] = full_tensor(self.optimizer.clip(name))
+        metrics = to_floats(totals)  # the only place that waits for the device
         for name, batch in minibatch.items():
             metrics[name]["samples"] = len(batch.samples)
         return metrics
@@ -161,18 +159,18 @@ class Learner:
                 chunk = replace(chunk, old_logprobs=new.detach())
             extra = more.pop("metrics", {})
             options = loss_options(name, grpo) | loss_counts(batch, chunk) | more
-            scored = new, chunk.old_logprobs, chunk.advantages
-            loss, metrics = self.losses[name](*scored, as_tensors=True, **options)
+            old, advantages = cast(Tensor, chunk.old_logprobs), chunk.advantages
+            loss, metrics = self.losses[name](new, old, advantages, as_tensors=True, **options)
             (learns * loss).backward()
             numbers = metrics | extra | {"loss": loss.detach()}
             numbers = {k: torch.as_tensor(v, device=new.device) for k, v in numbers.items()}
             tally.add(i, chunk, new, numbers)
         for _ in range(passes - len(chunks)):  # another rank has more
-            one = self.last_experience.samples[name].rows(slice(0, 1))
+            one = cast(Experience, self.last_experience).samples[name].rows(slice(0, 1))
             (0 * policy.score(next(iter(policy.chunks(one)))).sum()).backward()
         return tally
 
-    def score(self, policy: Policy, chunk: Samples, beta: float) -> tuple[Tensor, dict]:
+    def score(self, policy: Any, chunk: Samples, beta: float) -> tuple[Tensor, dict]:
         "New log-probs, and the arguments of the loss that keep the policy near others."
         grpo, reference = self.options.grpo, self.model.reference if beta else None
         if policy.name == "dit" and self.options.dit_is_pulled:
@@ -201,9 +199,9 @@ class MinimalGRPOTrainer(Learner):
         model,  # GLMImageWrapper, or anything with generate_with_tracking, policies, reference...
         train_dataloader: Iterable[dict],  # batches: prompts, target_images, source_images...
         reward_function: Callable | dict,  # see `call_reward`; a dict: each policy's own
-        group_size: int = 4,  # G: samples of each prompt
-        clip_range: float = 0.2,  # of tokens; that of denoising steps is `dit_clip_range`
-        learning_rate: float = 5e-6,
+        group_size: int | None = None,  # G: samples of each prompt; None: 4
+        clip_range: float | None = None,  # of tokens, not of denoising steps; None: 0.2
+        learning_rate: float | None = None,  # None: 5e-6
         # None: the model's own; 1024, 1024, 50 and 1.5 of the published model
         height: int | None = None,  # pixels, a multiple of 32
         width: int | None = None,
@@ -262,19 +260,19 @@ class MinimalGRPOTrainer(Learner):
             while self.step < self.last_step and not any(self.ranks.gather(self.stop)):
                 with unlearnt_batch_returns(self):
                     # not returned: `agree` would send the batch to all ranks
-                    self.ranks.agree(lambda: taken.append(as_batch(next(batches))))
+                    self.ranks.agree(lambda: taken.append(next(batches)))
                     experience = self.collect(taken.pop(), at_once=True)
                     with uncut():  # Ctrl+C waits until the callbacks are done
                         metrics = self.learn(experience)
                         for callback in self.callbacks:
                             callback.on_step_end(self, metrics, experience)
                 if self.bad_steps >= self.options.max_bad_steps:
-                    self.ranks.all_failed = True  # all ranks have the same numbers
-                    raise NotFinite(
+                    message = (
                         f"Step {self.step}: the loss or its gradient was not finite "
                         f"{self.bad_steps} times in a row, and no weight has moved since. Lower "
                         "the learning rate, or use torch_dtype float32."
                     )
+                    self.ranks.fail_all(NotFinite(message))
         return self.history[begin:]
 
     def measure_agreement(self, batch: dict) -> Agreement:
@@ -291,10 +289,10 @@ class MinimalGRPOTrainer(Learner):
         source_images: list | None = None,  # B PIL images, or B lists of them, for image to image
     ) -> tuple[Tensor, Tensor, Tensor]:
         "(image_tensors [B*G, 3, H, W], old log-probs [B*G, T], token_ids [B*G, T])"
-        batch = as_batch({"prompts": prompts, "source_images": source_images})
-        rollout = self.collector.sample(batch["prompts"], batch["source_images"], self.step)
+        batch = {"prompts": prompts, "source_images": source_images}
+        rollout = self.collector.sample(*self.collector.open_batch(batch, self.step))
         samples = next(iter(self.policies.values())).samples(rollout, self.images_per_prompt)
-        return rollout.image_tensors, samples.old_logprobs, rollout.token_ids
+        return rollout.image_tensors, samples.old_logprobs, cast(Tensor, rollout.token_ids)
 
     def save_checkpoint(self, path: str | Path) -> None:
         """Weights, optimizer, step and place in the data, in one folder that appears at once.

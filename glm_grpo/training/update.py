@@ -8,6 +8,7 @@ __all__ = ['RATIO_METRICS', 'OWN_KEYS', 'split_chunks', 'loss_counts', 'loss_opt
 
 # %% ../../nbs/5_training/07_update.ipynb #n004i
 from collections.abc import Iterator
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -33,11 +34,10 @@ def split_chunks(
     if skip_idle:
         rows = [r for r in rows if samples.advantages[r].any()] or rows[:1]
     decisions = samples.old_logprobs
-    if decisions is None:
-        decisions = samples.rollout.token_ids
-    there = samples.with_advantages(samples.advantages.to(decisions.device), samples.counted)
+    device = cast(Tensor, samples.rollout.token_ids if decisions is None else decisions).device
+    moved = samples.with_advantages(samples.advantages.to(device), samples.counted)
     for i, r in enumerate(rows):
-        batch = there.rows(r)
+        batch = moved.rows(r)
         for chunk in [batch] if together else policy.chunks(batch):
             yield i, chunk
 
@@ -47,7 +47,7 @@ def loss_counts(
     chunk: Samples,  # of it, with old log-probs
 ) -> dict[str, float]:  # num_samples, num_decisions
     "The divisors of a chunk's loss with which the chunks of all ranks add up to the mean."
-    count, of_chunk = max(1, batch.count), chunk.old_logprobs[0].numel()
+    count, of_chunk = max(1, batch.count), cast(Tensor, chunk.old_logprobs)[0].numel()
     full = batch.samples.old_logprobs
     decisions = batch.samples.decisions
     if decisions is None:
@@ -86,9 +86,12 @@ class Tally:
     "The metrics of one policy's optimizer step, combined from its chunks."
 
     def __init__(self, log_ratios: bool = True):  # whether new - old is a log-ratio
-        self.log_ratios, self.metrics, self.sizes = log_ratios, [], []
-        self.gaps = {}  # micro-batch -> new - old of its chunks
-        self.loop_gaps = []  # old - sampling, of policies whose sampling loop records log-probs
+        self.log_ratios = log_ratios
+        self.metrics: list[dict[str, Tensor]] = []  # of each chunk
+        self.sizes: list[float] = []  # its decisions
+        self.gaps: dict[int, list[Tensor]] = {}  # micro-batch -> new - old of its chunks
+        # old - sampling, of policies whose sampling loop records log-probs
+        self.loop_gaps: list[Tensor] = []
 
     def add(
         self,
@@ -102,13 +105,14 @@ class Tally:
         if not self.log_ratios:
             self.metrics.append({k: v for k, v in metrics.items() if k not in RATIO_METRICS})
             return
+        old = cast(Tensor, chunk.old_logprobs)
         if not chunk.relative:  # the strides change the rounding
-            metrics = metrics | {"entropy": -chunk.old_logprobs.float().contiguous().mean()}
+            metrics = metrics | {"entropy": -old.float().contiguous().mean()}
         self.metrics.append(metrics)
-        gap = (new_logprobs.detach() - chunk.old_logprobs).view(len(chunk), -1)
+        gap = (new_logprobs.detach() - old).view(len(chunk), -1)
         self.gaps.setdefault(batch, []).append(gap)
         if chunk.sampling_logprobs is not None:
-            self.loop_gaps.append(chunk.old_logprobs - chunk.sampling_logprobs)
+            self.loop_gaps.append(old - chunk.sampling_logprobs)
 
     def log_ratio(self) -> Tensor:  # [samples, decisions]
         "new - old: must be zero before the first update."
@@ -161,7 +165,7 @@ def summarise(
 ) -> dict[str, float]:
     "The metrics of a training step. With two policies the names are ar/loss, dit/loss and so on."
     reports = ranks.gather((lines, experience.rollout.diagnostics, experience.memory))
-    metrics = {"step": step}
+    metrics: dict[str, float] = {"step": step}
     for name, own in of_optimizer.items():
         numbers = merge_lines([line[name] for of_rank, _, _ in reports for line in of_rank])
         # before the first optimizer step, where the gap must be 0 up to rounding

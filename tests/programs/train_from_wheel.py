@@ -9,8 +9,8 @@ from pathlib import Path
 import glm_grpo
 from glm_grpo.evaluate import main as evaluate
 from glm_grpo.rewards.perception import LPIPS
-from glm_grpo.run.build import open_data
-from glm_grpo.run.config import Config
+from glm_grpo.run.build import open_data, resolve
+from glm_grpo.run.config import Config, TrainingConfig
 from glm_grpo.train import main as train
 
 SMALL = "--num_steps 1 --training.batch_size 1 --reward.grpo.group_size 2"
@@ -20,8 +20,7 @@ SMALL += " --rollout.guidance_scale 1"
 if __name__ == "__main__":
     assert Path(glm_grpo.__file__).is_relative_to(sys.argv[1]), glm_grpo.__file__
     assert not list(Path().iterdir()), "the folder is not empty"
-    edits = Config()
-    edits.training.mode = "i2i"
+    edits = resolve(Config(training=TrainingConfig(mode="i2i")))
     training, held_out = open_data(edits)
     print("edits", len(training), len(held_out), flush=True)
     assert LPIPS().weights

@@ -1,13 +1,6 @@
-"""One rank of a short training whose weights move in the same way however many ranks there are.
+"""One rank of a short training whose weights move in the same way however many ranks there are. It
+writes what it sampled and its gradients to OUT/WORLD_RANK.pt."""
 
-python tests/programs/train_on_ranks.py '{"prompts": [...], "component": "ar", ...}'
-
-Writes what it sampled and its gradients to OUT/WORLD_RANK.pt. tests/test_ranks.py and
-tests/test_machines.py use it.
-"""
-
-import json
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -154,7 +147,3 @@ def run(work):
         }
         torch.save(found, Path(work.out, f"{ranks.world}_{ranks.rank}.pt"))
         return 0
-
-
-if __name__ == "__main__":
-    sys.exit(run(Work(**json.loads(sys.argv[1]))))

@@ -21,7 +21,7 @@ from test_rewards_judges import clip  # noqa: F401  fixture
 from glm_grpo import GLMImageWrapper
 from glm_grpo.maths.noise import named_uniforms
 from glm_grpo.model import denoise as denoising
-from glm_grpo.model import rollouts, sampling
+from glm_grpo.model import sampler, sampling
 from glm_grpo.model.decode_step import WARM_UP, CudaGraphs, StepCounter
 from glm_grpo.model.tokens import prepare_prompts
 from glm_grpo.rewards.calling import call_reward
@@ -155,10 +155,11 @@ def test_a_stream_must_wait_for_what_another_one_writes():
 
 
 # ------------------------------------------------------------------------------------- training
-@pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
-@pytest.mark.parametrize(
-    "component, mode", [("ar", "t2i"), ("dit", "t2i"), ("both", "t2i"), ("both", "i2i")]
-)
+TRAININGS = [("ar", "t2i", True), ("dit", "t2i", True)]
+TRAININGS += [("both", mode, lora) for mode in ("t2i", "i2i") for lora in (True, False)]
+
+
+@pytest.mark.parametrize("component, mode, lora", TRAININGS)
 def test_a_training_step(model_folder, component, lora, mode):
     "It works, its ratio is 1, it moves weights, and its update waits no more often than it did."
     model = load_model(model_folder, component, lora)
@@ -192,12 +193,12 @@ def test_the_same_images_as_on_the_cpu(model_folder):
 def test_a_step_after_loading_is_the_step_without(model_folder, tmp_path, lora):
     "Offload, moving average, checkpoint."
     options = {"ema_decay": 0.9}
-    straight = make_trainer(load_model(model_folder, "both", lora, offload=True), **options)
-    batch = make_batch(prompts=PROMPTS[:1])
+    straight = make_trainer(load_model(model_folder, "both", lora, offload=True), "i2i", **options)
+    batch = make_batch("i2i")
     straight.train_step(batch)
     straight.save_checkpoint(tmp_path / "one")
     straight.train_step(batch)
-    resumed = make_trainer(load_model(model_folder, "both", lora, offload=True), **options)
+    resumed = make_trainer(load_model(model_folder, "both", lora, offload=True), "i2i", **options)
     resumed.load_checkpoint(tmp_path / "one")
     resumed.train_step(batch)
     for a, b in zip(straight.optimizer.stepped, resumed.optimizer.stepped):
@@ -247,10 +248,10 @@ def test_offload_never_has_both_halves_on_the_device(model_folder, monkeypatch, 
 def test_the_programs(model_folder, tmp_path, monkeypatch, capsys):
     "Evaluate, train, save, evaluate; go on from there."
     monkeypatch.chdir(helpers.ROOT)
-    (tmp_path / "prompts.txt").write_text("\n".join(helpers.PROMPTS) + "\n")
-    (tmp_path / "green.py").write_text(helpers.GREEN)
     run = tmp_path / "run"
-    words = helpers.small(tmp_path, "--model.name", model_folder, "--model.component", "both")
+    words = helpers.small(
+        helpers.make_folder(tmp_path), "--model.name", model_folder, "--model.component", "both"
+    )
     words += ["--rollout.num_inference_steps", "2", "--training.eval_samples", "1"]
     words += ["--output_dir", run]
     assert helpers.main(*words, "--num_steps", 1) == 0
@@ -318,8 +319,9 @@ class Eager:
 
 
 def tokens_of(model, temperature=1.5, top_p=1.0, recorder=None):
-    "Three samples of two prompts of different length."
+    "The first 48 tokens of three samples of two prompts of different length."
     inputs = prepare_prompts(model.processor, model.ar, PROMPTS, 64, 64)
+    inputs.grids, inputs.decode_position_ids = [(6, 8)], inputs.decode_position_ids[..., :48]
     numbers = named_uniforms(["a", "b", "c"], inputs.num_tokens)
     how = {"temperature": temperature, "top_p": top_p, "recorder": recorder}
     return sampling.sample_tokens(model.ar, inputs, [0, 1, 1], numbers, **how)
@@ -390,11 +392,11 @@ def test_a_planted_wait_of_the_denoising_loop_is_found(dit_model, short, monkeyp
 
 
 def sample_twice(model) -> list[str]:
-    "The warnings of two rollouts."
+    "The warnings of sampling twice."
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         for _ in range(2):
-            waits_of_a_rollout(model)
+            tokens_of(model)
     return [str(w.message) for w in told if "CUDA graph" in str(w.message)]
 
 
@@ -413,7 +415,7 @@ def test_a_recording_that_fails_leaves_nothing_behind(dit_model, monkeypatch):
 
 
 def test_sampling_uses_one_stream_of_its_own_per_device(model_folder, dit_model):
-    waits_of_a_rollout(dit_model)
+    tokens_of(dit_model)
     before = len(device.STREAMS)
     assert not sample_twice(dit_model) and len(device.STREAMS) == before
     with torch.cuda.device(1):
@@ -434,13 +436,13 @@ def test_the_hooks_of_a_layer_are_not_recorded(dit_model):
 
 
 def test_a_planted_mix_up_is_found(dit_model, monkeypatch):
-    prepare = rollouts.prepare_prompts
+    prepare = sampler.prepare_prompts
 
     def forget_mask(*args):
         inputs = prepare(*args)
         return dataclasses.replace(inputs, attention_mask=inputs.attention_mask.cpu())
 
-    monkeypatch.setattr(rollouts, "prepare_prompts", forget_mask)
+    monkeypatch.setattr(sampler, "prepare_prompts", forget_mask)
     where = r"cpu and cuda:0, at glm_grpo/model/\w+.py:\d+"
     with pytest.raises(device.MixedDevices, match=where):
         make_trainer(dit_model).collect(make_batch())

@@ -46,10 +46,7 @@ LIBRARY = load_library()
 
 import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
-from torch.utils._python_dispatch import (  # noqa: E402
-    TorchDispatchMode,
-    _disable_current_modes,
-)
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes  # noqa: E402
 
 
 class MixedDevices(RuntimeError):
