@@ -15,6 +15,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import torch
@@ -127,8 +128,8 @@ def height_width(
     image_size: int | Sequence[int],  # pixels: one number for a square, or (height, width)
 ) -> tuple[int, int]:  # (height, width)
     "An image size as a pair."
-    height, width = (image_size,) * 2 if isinstance(image_size, int) else image_size
-    return height, width
+    sizes = (image_size, image_size) if isinstance(image_size, int) else tuple(image_size)
+    return cast(tuple[int, int], sizes)
 
 
 def fit_image(

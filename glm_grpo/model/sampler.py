@@ -52,10 +52,10 @@ def complete_options(
     if options is None:
         defaults = model.image_defaults
         options = RolloutOptions(defaults["num_inference_steps"], defaults["guidance_scale"])
-    options, settings = replace(options, **changes), model.ar.generation_config
     for name in ("temperature", "top_p"):
-        if getattr(options, name) is None:
-            setattr(options, name, getattr(settings, name) or 1.0)
+        if changes.get(name, getattr(options, name)) is None:
+            changes = changes | {name: getattr(model.ar.generation_config, name) or 1.0}
+    options = replace(options, **changes)
     check_options(options)
     return options
 

@@ -64,8 +64,7 @@ def _import(place: str) -> ModuleType:  # file.py or package.module
     try:
         if not is_file:
             return importlib.import_module(place)
-        spec = importlib.util.spec_from_file_location(name, place)
-        assert spec and spec.loader, "a .py file has both"
+        spec: Any = importlib.util.spec_from_file_location(name, place)
         sys.modules[name] = module = importlib.util.module_from_spec(spec)  # dataclasses look there
         spec.loader.exec_module(module)
         return module
