@@ -171,3 +171,9 @@ def test_a_large_model_needs_options_of_its_own(tmp_path):
     )
     (tmp_path / "mine.yaml").write_text(mine)
     check_config(parse_args([*PUBLISHED, "--config", str(tmp_path / "mine.yaml")]))
+
+
+def test_auto_is_a_device_and_no_other_value():
+    "Elsewhere it is a word like any other, such as a folder's name."
+    assert parse_args(["--model.device", "auto"], say=str).model.device is None
+    assert parse_args(["--model.name", "auto"], say=str).model.name == "auto"

@@ -539,7 +539,6 @@ RENAMED = {  # last part of a name elsewhere -> the option here
 }
 GONE = {"training.loop_samples": "there is no such option any more: all samples are compared"}
 MOVED = {  # values elsewhere -> here; None: images are found without a name
-    "auto": None,
     "data/t2i/prompts.txt": "data/t2i/train/prompts.txt",
     "data/i2i/prompts.txt": "data/i2i/train/prompts.jsonl",
     "data/t2i/target_images": None,
@@ -558,7 +557,9 @@ def translate(
     known = any(f"{name}.".startswith(f"{option}.") for option in OPTIONS)
     new_name = name if known else RENAMED.get(name.rpartition(".")[2], name)
     new = value
-    if isinstance(value, str) and value in MOVED and not Path(value).exists():
+    if (new_name, value) == ("model.device", "auto"):
+        new = None  # the best there is
+    elif isinstance(value, str) and value in MOVED and not Path(value).exists():
         new = MOVED[value]
     elif isinstance(value, dict) and value.keys() == {"height", "width"}:  # of data.image_size
         new = [value["height"], value["width"]]
