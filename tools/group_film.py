@@ -18,7 +18,7 @@ from PIL import Image
 from torch import Tensor
 
 from glm_grpo import GLMImageWrapper, T2IDataset, tensor_to_pil
-from glm_grpo.rewards.scene_checks import SceneCheck
+from glm_grpo.rewards.scenes import SceneCheck
 
 GOOD, OTHER = "#2e9e5b", "#c8c8c8"
 
