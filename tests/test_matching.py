@@ -173,7 +173,7 @@ def test_the_gradient_is_that_of_advantage_weighted_flow_matching(model, rollout
 
 
 def test_the_times_change_with_the_step_and_not_with_the_rows(model, rollout):
-    later = SampleNames.grow(0, 5, PROMPTS[:1], samples=1)
+    later = SampleNames.grow(0, 4, PROMPTS[:1], samples=1)
     one = model.generate_with_tracking(PROMPTS[:1], names=later, score=False, **SIZE, **HOW)
     alone = model.generate_with_tracking(PROMPTS[:1], score=False, **SIZE, **HOW)
     assert one.denoising.decisions != rollout.denoising.decisions == alone.denoising.decisions
