@@ -8,7 +8,7 @@ from setuptools import find_packages, setup
 from setuptools.command.build_py import build_py
 
 here = Path(__file__).parent
-# What the default runs need. The rest of data/ (example runs, benchmarks) is in the repository.
+# What the default runs need. What was measured is in results/.
 PACKED = ("tiny-glm-image", "t2i", "i2i", "words", "drawings", "weights")
 
 

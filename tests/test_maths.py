@@ -19,7 +19,7 @@ from glm_grpo.maths.noise import named_seed
 from glm_grpo.maths.sde import SDE_TYPES, choose_window, decision_steps, gaussian_kl, ratio_norm
 from glm_grpo.maths.sde import sde_step, step_coefficients, velocity_mse
 
-GOLDEN = json.loads((Path(__file__).parent.parent / "data/golden/trl_loss.json").read_text())
+GOLDEN = json.loads((Path(__file__).parent.parent / "tests/golden/trl_loss.json").read_text())
 NAN = float("nan")
 
 

@@ -1,5 +1,5 @@
 """Where in the DiT do independent batches pull the same way? Writes
-data/halves_runs/agreement.json, which the notebook about evaluation shows.
+results/halves_runs/agreement.json, which the notebook about evaluation shows.
 
     python tools/gradient_agreement.py
 
@@ -21,7 +21,7 @@ from glm_grpo.model.wrapper import GLMImageWrapper
 from glm_grpo.rewards.scenes import DetailCheck
 
 BATCHES, PROMPTS, GROUP = 10, 8, 8
-OUT = "data/halves_runs/agreement.json"
+OUT = "results/halves_runs/agreement.json"
 
 
 def policy_gradient(model: GLMImageWrapper, reward, prompts: list[str], step: int) -> list[Tensor]:

@@ -1,7 +1,7 @@
 """Film of one prompt's group over the steps of a run: the same tokens' noise at every checkpoint.
 
 python -m glm_grpo.train --training.save_interval 1 --training.keep_checkpoints 100 --output_dir RUN
-python tools/group_film.py RUN data/example_run/group.webp \\
+python tools/group_film.py RUN results/example_run/group.webp \\
     --prompt "a penguin left of a key on a purple ground"
 
 Without --prompt it lists the held-out prompts that gain most between the first and the last
@@ -18,7 +18,7 @@ from PIL import Image
 from torch import Tensor
 
 from glm_grpo import GLMImageWrapper, T2IDataset, tensor_to_pil
-from glm_grpo.rewards.scene_checks import SceneCheck
+from glm_grpo.rewards.scenes import SceneCheck
 
 GOOD, OTHER = "#2e9e5b", "#c8c8c8"
 

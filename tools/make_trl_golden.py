@@ -1,4 +1,4 @@
-"""Makes data/golden/trl_loss.json: losses, gradients and metrics that TRL's own
+"""Makes tests/golden/trl_loss.json: losses, gradients and metrics that TRL's own
 GRPOTrainer._compute_loss gives for a small batch.
 
 In an environment of its own (TRL needs packages that this project does not):
@@ -19,7 +19,7 @@ import torch
 import trl
 from trl import GRPOConfig, GRPOTrainer
 
-PATH = Path(__file__).parents[1] / "data" / "golden" / "trl_loss.json"
+PATH = Path(__file__).parents[1] / "tests" / "golden" / "trl_loss.json"
 DEFAULT = {name: f.default for name, f in GRPOConfig.__dataclass_fields__.items()}
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo")
 KL_OPTIONS = ({}, {"beta": 0.04}, {"beta": 0.04, "bias_correction_kl": True})

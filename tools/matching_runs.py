@@ -3,7 +3,7 @@
     python tools/matching_runs.py FOLDER [--only NAME RATE SEED]
 
 Each run is one command, which is printed. It goes to FOLDER/NAME_RATE_SEED; a finished run is not
-repeated. At the end the finished runs of FOLDER are written to data/matching_runs, next to those
+repeated. At the end the finished runs of FOLDER are written to results/matching_runs, next to those
 of other folders: evaluations.jsonl has a line per evaluation, grad_norms.json the gradient norm of
 each step. The steps of each kind are as many as take about equal CPU time; the runs of guidance 1
 are shorter, and seed 0 of `matching` ran 64 steps. 1_maths/05_matching has the rates and seeds.
@@ -18,7 +18,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-DATA = ROOT / "data/matching_runs"
+DATA = ROOT / "results/matching_runs"
 COMMON = (
     "--config configs/halves_dit.yaml --rollout.num_inference_steps 4 "
     "--training.lr_scheduler constant --training.sample_interval 0 --training.eval_interval 10"

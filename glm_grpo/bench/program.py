@@ -75,7 +75,7 @@ class BenchOptions:
     )
     full_size: bool = option(False, "instead: published sizes, random weights, on a GPU")
     model: str = option("data/tiny-glm-image", "folder or hub id")
-    output_dir: str = option("data/bench", "folder for the tables")
+    output_dir: str = option("results/bench", "folder for the tables")
     device: str = option("auto", "cuda, mps or cpu; auto: the best one available")
     prompts: int = option(4, "prompts per step", at_least(1))
     group: int = option(8, "images of each", at_least(2))
