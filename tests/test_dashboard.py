@@ -11,8 +11,7 @@ from PIL import Image
 from glm_grpo.data.rollout import Rollout, Samples
 from glm_grpo.training.callbacks import Callback, Dashboard, ProgressLines
 from glm_grpo.training.callbacks import callbacks_or_default
-from glm_grpo.training.experience import Experience
-from glm_grpo.training.figures import NO_BREAK
+from glm_grpo.training.experience import NO_BREAK, Experience
 from glm_grpo.toy import ICONS, ToyPainter, ToyStudio, icon_images, nearness
 from glm_grpo.training.trainer import MinimalGRPOTrainer
 
