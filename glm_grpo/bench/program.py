@@ -128,7 +128,14 @@ def make_sampling(
     size = options.image_size
     if way == "generate":
         rows = [prompt for prompt in prompts for _ in range(options.group)]
-        return lambda: model.pipe.generate_prior_tokens(rows, size, size)
+
+        def generate():
+            # with some random numbers a row ends before its first token, which is an error there
+            with torch.random.fork_rng():
+                torch.manual_seed(0)
+                return model.pipe.generate_prior_tokens(rows, size, size)
+
+        return generate
     prompt_index = torch.arange(len(prompts)).repeat_interleave(options.group)
     config = model.ar.generation_config
 
