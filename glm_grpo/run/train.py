@@ -199,7 +199,7 @@ class Training:
             # over the images that have a score from the same parts before and after
             reward, *_ = compare_evaluations(self.before, self.after, self.watch.trained)
             change = f"reward {reward.before:.3f} -> {reward.after:.3f} ({reward.difference:+.3f})"
-            self.run.say("result", f"{change}; see page.html there")
+            self.run.say("result", f"{change}; see {self.out / 'page.html'}")
 
 # %% ../../nbs/6_run/19_train.ipynb #xn005
 def make_folder(
