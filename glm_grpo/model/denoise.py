@@ -9,12 +9,11 @@ __all__ = ['NO_NOISE', 'Conditions', 'make_conditions', 'predict_velocity', 'Noi
 # %% ../../nbs/3_model/11_denoise.ipynb #n003
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..maths.matching import MatchingWeight, matching_logprob
 from ..maths.sde import sde_step
 from glm_grpo.model.latents import (
     Source,
@@ -110,15 +109,11 @@ def predict_velocity(
 # %% ../../nbs/3_model/11_denoise.ipynb #n022
 @dataclass(frozen=True)
 class NoiseOptions:
-    """The decisions of the policy: denoising steps that add noise; or, with a weight, the times of
-    steps at which the finished image is compared with the velocity of the policy."""
+    "Which denoising steps are decisions, and the noise that they add."
 
     decisions: tuple[int, ...] = ()  # D step numbers
     noise_level: float = 0.7  # as in `sde_step`; steps that are no decisions are Euler steps
     sde_type: str = "sde"  # as in `sde_step`: "sde", "dance" or "cps"
-    # as in `matching_logprob`; "nft": numbers for `nft_terms`; None: these steps add noise
-    weight: MatchingWeight | Literal["nft"] | None = None
-    mix: float = 1.0  # as in `nft_terms`
 
 
 NO_NOISE = NoiseOptions()
@@ -266,39 +261,22 @@ def score_latents(
     inputs: ImageInputs,  # inputs of N rows
     before: Tensor,  # [N, D, C, 4h, 4w] float32, from `sample_latents`
     after: Tensor,  # the same shape
-    options: NoiseOptions,  # as in `sample_latents`
+    decisions: tuple[int, ...],  # D step numbers
+    # called with velocity, before, after [n, C, 4h, 4w], sigmas and step number; returns the
+    # log-prob [n] and the mean [n, C, 4h, 4w], such as `Objective.log_prob`
+    log_prob: Callable[..., tuple[Tensor, Tensor]],
 ) -> tuple[Tensor, Tensor, Tensor]:  # log_probs [N, D]; means, velocities [N, D, C, 4h, 4w]
-    """Log-prob of each decision under the current DiT, with a gradient where it is enabled.
-
-    Flow-GRPO, arXiv 2505.05470, equations 8 and 9; with a weight: AWM, arXiv 2509.25050. Then
-    `before` are points between image and noise, `after` their velocities, noise - image.
-    """
+    "Log-prob of each decision under the current DiT, with a gradient where it is enabled."
     dit = parts.transformer
     timesteps, sigmas = _clocks(parts, inputs)
     order, scored = [], []
     for rows, conditions in _batches(parts, inputs):
         steps = []
-        for column, index in enumerate(options.decisions):
+        for column, index in enumerate(decisions):
             latents = _take(before[:, column], rows).to(dit.device)
             velocity = predict_velocity(dit, conditions, latents, timesteps[index])
             result = _take(after[:, column], rows).to(dit.device)
-            mean = velocity
-            if options.weight == "nft":  # its numbers need the old velocities, see `DiTPolicy`
-                log_prob = velocity.new_zeros(len(velocity))
-            elif options.weight:
-                t = float(sigmas[index])
-                log_prob = matching_logprob(velocity, result, t, options.weight)
-            else:
-                _, log_prob, mean, _ = sde_step(
-                    velocity,
-                    latents,
-                    sigmas,
-                    index,
-                    noise_level=options.noise_level,
-                    sde_type=options.sde_type,
-                    prev_sample=result,
-                )
-            steps.append((log_prob, mean, velocity))
+            steps.append((*log_prob(velocity, latents, result, sigmas, index), velocity))
         order += rows
         scored.append([torch.stack(values, 1) for values in zip(*steps)])
     back = sorted(range(len(order)), key=order.__getitem__)

@@ -16,15 +16,13 @@ from torch import Tensor
 
 from ..data.basics import UserError, check_options
 from ..data.rollout import Rollout, RolloutOptions
-from ..maths.matching import stratified_steps
 from ..maths.noise import SampleNames, named_noise, named_uniforms
-from ..maths.sde import choose_window, decision_steps
-from .denoise import ImageInputs, sample_latents, score_latents
-from .denoise import NoiseOptions
+from .denoise import ImageInputs, NoiseOptions, sample_latents, score_latents
 from .latents import decode_latents, encode_sources
 from .latents import glyph_embeddings, schedule
 from .memory import bytes_for_tokens, bytes_per_sample, checkpointing, split_samples
-from .policies import Denoising, TokenDecisions
+from .objectives import Denoising, Objective, find_objective
+from .policies import TokenDecisions
 from .sampling import sample_tokens
 from .scoring import score_tokens
 from .tokens import large_grid_tokens, prepare_prompts
@@ -93,9 +91,12 @@ class RolloutSampler:
     def __post_init__(self) -> None:
         scale, config = self.model.pipe.vae_scale_factor, self.model.pipe.transformer.config
         self.latent_shape = config.in_channels, self.height // scale, self.width // scale
-        # with `shared_noise`, images of the same tokens start from the same noise
-        adds_noise = self.options.noise_level > 0 and self.options.dit_objective == "steps"
-        self.shared = self.options.shared_noise and self.model.dit_decides and adds_noise
+        self.objective: Objective | None = None  # None: the denoising policy does not train
+        self.shared = False  # whether images of the same tokens start from the same noise
+        if self.model.dit_decides:
+            self.objective = find_objective(self.options.dit_objective)(self.options)
+            noisy = self.objective.adds_noise and self.options.noise_level > 0
+            self.shared = self.options.shared_noise and noisy
         self.images: Tensor | None = None  # [N, 3, H, W] float32 in [0, 1] on the CPU
         if self.decode:
             self.images = torch.empty(len(self.names.images), 3, self.height, self.width)
@@ -162,35 +163,19 @@ class RolloutSampler:
             glyphs=glyph_embeddings(model.pipe, [*self.prompts, ""]),
             sources=sources,
         )
-        if model.dit_decides:
-            denoising = self.add_decisions(denoising)
+        if self.objective:
+            patches, steps = self.height * self.width // 256, self.options.num_inference_steps
+            sigmas = schedule(model.pipe.scheduler, steps, patches)[1]
+            denoising = replace(
+                denoising,
+                objective=self.objective,
+                decisions=tuple(self.objective.decisions(sigmas, self.names)),
+                sigmas=sigmas,
+            )
         first_noise = None
         if self.shared:
             first_noise = named_noise(self.names.first_noise(True), self.latent_shape)
         return replace(samples, initial_latents=first_noise, denoising=denoising)
-
-    def add_decisions(self, denoising: Denoising) -> Denoising:
-        "Set the decisions. At noise level 0 no step adds noise, and there are none."
-        options, names, chosen = self.options, self.names, []
-        patches, steps = self.height * self.width // 256, options.num_inference_steps
-        sigmas = schedule(self.model.pipe.scheduler, steps, patches)[1]
-        if options.dit_objective != "steps":
-            chosen = stratified_steps(steps, options.matching_times, f"{names.prefix}|times")
-            weight = "nft" if options.dit_objective == "nft" else options.matching_weight
-            noise = NoiseOptions(tuple(chosen), weight=weight, mix=options.nft_mix)
-            guidance = options.matching_guidance
-            return replace(denoising, noise=noise, sigmas=sigmas, matching_guidance=guidance)
-        if options.noise_level:
-            possible = decision_steps(sigmas, options.noise_level, options.sde_type)
-            chosen = choose_window(
-                possible,
-                options.window,
-                options.window_kind,
-                key=f"{names.prefix}|window",
-                step=names.step,
-            )
-        noise = NoiseOptions(tuple(chosen), options.noise_level, options.sde_type)
-        return replace(denoising, noise=noise, sigmas=sigmas, ratio_norm=options.ratio_norm)
 
     def image_rows(self, samples: Rollout) -> Rollout:  # N rows
         "From here on a row is an image: it has the tokens of its sample, and its first noise."
@@ -211,10 +196,9 @@ class RolloutSampler:
         "Make the images; if the denoising policy trains, keep its decisions."
         self.model.wake("dit")
         rollout = self.image_rows(samples)
-        matching = rollout.denoising.matching
-        if self.model.dit_decides and not matching:
+        if self.objective and self.objective.adds_noise:
             return self.denoise_with_decisions(rollout, *self.denoise_common_steps(samples))
-        if not (self.decode or matching):
+        if not (self.decode or self.objective):
             return rollout
         denoised = sample_latents(
             self.model.pipe,
@@ -223,7 +207,12 @@ class RolloutSampler:
             batch_size=self.options.batch_size,
             on_rows=self.take_images,
         )
-        return self.match_images(rollout, denoised["latents"]) if matching else rollout
+        if self.objective is None:
+            return rollout
+        shape = len(rollout.denoising.decisions), *self.latent_shape
+        noise, latents = named_noise(self.names.step_noise(), shape), denoised["latents"]
+        size = self.score_batch_size
+        return self.objective.keep(self.model, rollout, latents, noise, size, self.score)
 
     def denoise_common_steps(self, samples: Rollout) -> tuple[Tensor | None, int]:
         """The steps before the first decision, once for each token sample, as its images start
@@ -247,9 +236,10 @@ class RolloutSampler:
         done: int,  # number of common steps
     ) -> Rollout:
         "Denoise in the batches in which the steps will be scored, so that rounding is the same."
-        options, noise = rollout.denoising.noise, None
-        if options.decisions:
-            shape = len(options.decisions), *self.latent_shape
+        decisions, noise = rollout.denoising.decisions, None
+        options = NoiseOptions(decisions, self.options.noise_level, self.options.sde_type)
+        if decisions:
+            shape = len(decisions), *self.latent_shape
             noise = named_noise(self.names.step_noise(), shape)
         denoised = sample_latents(
             self.model.pipe,
@@ -263,29 +253,6 @@ class RolloutSampler:
         )
         logprobs = denoised.pop("latents_logprobs", None)
         denoising = replace(rollout.denoising, **denoised)
-        return replace(rollout, denoising=denoising, latents_logprobs=logprobs)
-
-    def match_images(
-        self,
-        rollout: Rollout,
-        latents: Tensor,  # [N, C, h, w], the finished images
-    ) -> Rollout:
-        "Keep for each decision a point between image and noise, and its velocity; score them."
-        denoising, clean = rollout.denoising, latents[:, None]
-        steps = list(denoising.decisions)
-        noise = named_noise(self.names.step_noise(), (len(steps), *self.latent_shape)).to(clean)
-        share = denoising.sigmas[steps].to(clean).view(-1, 1, 1, 1)
-        denoising = replace(
-            denoising,
-            latents=latents,
-            latents_before=(1 - share) * clean + share * noise,
-            latents_after=noise - clean,
-        )
-        rollout = replace(rollout, denoising=denoising)
-        if not self.score:
-            return rollout
-        logprobs, _, velocities = self.model.score_denoising(rollout, self.score_batch_size)
-        denoising = replace(denoising, old_velocities=velocities)
         return replace(rollout, denoising=denoising, latents_logprobs=logprobs)
 
 # %% ../../nbs/3_model/19_sampler.ipynb #n044
@@ -335,10 +302,9 @@ def score_denoising_decisions(
     size, scored = batch_size or len(rollout), []
     for start in range(0, len(rollout), size):
         batch = rollout.rows(slice(start, start + size))
-        denoising, inputs = batch.denoising, image_inputs(batch)
-        if denoising.matching:
-            inputs = replace(inputs, guidance_scale=denoising.matching_guidance)
-        decisions = denoising.latents_before, denoising.latents_after, denoising.noise
-        scored.append(score_latents(model.pipe, inputs, *decisions))
+        kept, objective = batch.denoising, batch.denoising.objective
+        inputs = replace(image_inputs(batch), guidance_scale=objective.guidance(kept))
+        points, log_prob = (kept.latents_before, kept.latents_after), objective.log_prob
+        scored.append(score_latents(model.pipe, inputs, *points, kept.decisions, log_prob))
     logprobs, means, velocities = (torch.cat(values) for values in zip(*scored))
     return logprobs, means, velocities

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ..data.basics import UserError
 from ..data.prompts import source_lists
-from ..data.rollout import Rollout, RolloutOptions
+from ..data.rollout import Policy, Rollout, RolloutOptions
 from ..maths.noise import SampleNames, request_names
 from .adapters import LoraOptions, add_lora, choose_lora, load_halves, save_halves
 from .denoise import sample_latents
@@ -102,7 +102,7 @@ class GLMImageWrapper:
         if isinstance(lora, (str, Path)):
             self.load_adapter(lora)
         self.dit_decides = "dit" in self.halves  # whether the denoising policy trains
-        self.policies = {half: POLICIES[half](self) for half in self.halves}
+        self.policies: dict[str, Policy] = {half: POLICIES[half](self) for half in self.halves}
 
     def generate_with_tracking(  # noqa: PLR0913  the public interface
         self,

@@ -30,6 +30,7 @@ from jsonargparse import ArgumentError, ArgumentParser
 
 from ..data.basics import UserError, at_least, list_options, option
 from ..data.basics import option_value, problem_with, read_entries, refuse, shown
+from ..data.code import code_places
 from ..rewards.registry import METRICS, function_places, load_function
 from ..rewards.remote import TOKEN, serve
 from .config import GONE, OPTIONS, Config, TrainingConfig, to_yaml, translate
@@ -295,9 +296,12 @@ class TrainOptions:
 
 # %% ../../nbs/6_run/04_command_line.ipynb #c4f4c6e1d
 def code_of(config: Config) -> dict[str, str]:  # function -> the file or module that it runs
-    "The functions that a configuration names."
-    reward = config.reward
-    return function_places(reward.functions) | function_places(reward.dit_functions)
+    "The functions and classes that a configuration names."
+    reward, objective = config.reward, config.rollout.dit_objective
+    places = function_places(reward.functions) | function_places(reward.dit_functions)
+    if ":" in objective:
+        places |= code_places([objective], "rollout.dit_objective")
+    return places
 
 
 def words_to_go_on(config: Config) -> str:
@@ -319,8 +323,8 @@ def check_trust(
     if code and not trusted:
         problems.append(
             f"{file}: the run uses code that you have not named: {', '.join(code)}. Running it "
-            "gives it your rights. Read it; then add --trust_run_code, or name the functions "
-            "yourself with --reward.functions."
+            "gives it your rights. Read it; then add --trust_run_code, or name it yourself "
+            "(--reward.functions, --rollout.dit_objective)."
         )
     known = {url.rstrip("/") for url in (named.reward.remote or {}).values()}
     servers = dict.fromkeys((config.reward.remote or {}).values())

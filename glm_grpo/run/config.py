@@ -27,6 +27,7 @@ from ..data.images import height_width
 from ..data.rollout import RolloutOptions
 from ..model.adapters import LoraOptions
 from ..model.loading import is_hub_id
+from ..model.objectives import find_objective
 from ..rewards.registry import BRING_WEIGHTS, METRICS, Brought, named_functions
 from ..rewards.remote import check_address
 from glm_grpo.training.options import (
@@ -36,7 +37,6 @@ from glm_grpo.training.options import (
     StepOptions,
     TrainerOptions,
     loss_problems,
-    matching_problems,
 )
 
 # %% ../../nbs/6_run/01_config.ipynb #cfg01
@@ -345,9 +345,15 @@ def denoising_problems(config: Config) -> Iterator[str]:
             "it, or use reward.metrics."
         )
     if component == "ar":
+        if config.reward.grpo.dit_pull or config.reward.grpo.dit_pull_slow:
+            yield (
+                "reward.grpo.dit_pull, reward.grpo.dit_pull_slow: they are for the denoising "
+                "policy, and model.component ar trains none. Set them to 0."
+            )
         return
-    if rollout.dit_objective != "steps":
-        yield from matching_problems(trainer_options(config))
+    objective = find_objective(rollout.dit_objective)
+    yield from objective.problems(trainer_options(config))
+    if not objective.adds_noise:
         return
     too_much = rollout.sde_type == "cps" and rollout.noise_level > 1
     if rollout.noise_level == 0 or too_much or rollout.num_inference_steps < 2:

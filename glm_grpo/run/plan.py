@@ -21,6 +21,7 @@ from ..model.adapters import add_lora
 from ..model.loading import load_prompt_parts, pick_device, pick_dtype
 from ..model.memory import build_part, bytes_for_tokens, free_bytes, local_folder
 from ..model.memory import model_layout, numbers_in, split_samples, trainable_parts
+from ..model.objectives import find_objective
 from ..model.tokens import check_prompt_lengths, check_source_sizes
 from ..model.wrapper import COMPONENTS
 from .build import lora_options
@@ -38,7 +39,7 @@ def tokens_of(config: Config) -> int:
 
 def deciding_steps(config: Config) -> int:
     "Decisions per image that the DiT learns from. Of noisy steps, the last adds no noise."
-    if config.rollout.dit_objective != "steps":
+    if not find_objective(config.rollout.dit_objective).adds_noise:
         return config.rollout.matching_times
     noisy = max(0, config.rollout.num_inference_steps - 1)
     return min(config.rollout.window or noisy, noisy)
@@ -140,7 +141,7 @@ class Step:
             self.rows = len(split_samples(self.samples, None, each, self.room)[0])
         dit = self.layout["dit"]["config"]
         width, layers = dit["num_attention_heads"] * dit["attention_head_dim"], dit["num_layers"]
-        noisy = rollout.dit_objective == "steps"
+        noisy = find_objective(rollout.dit_objective).adds_noise
         guidance = rollout.guidance_scale if noisy else rollout.matching_guidance
         patches = self.pixels // 256
         passes = 1 + (guidance > 1)

@@ -24,7 +24,8 @@ from ..maths.advantages import equal_groups
 from ..maths.noise import SampleNames, request_names
 from ..rewards.calling import RewardError, reward_name
 from ..rewards.weighted import PendingRewards, Rewards, group_means
-from .experience import Experience, PeakMemory, compare_samples, join_rewards
+from .experience import Experience, compare_samples, join_rewards
+from .metrics import PeakMemory
 from .options import TrainerOptions
 from .ranks import Ranks
 
@@ -76,6 +77,7 @@ class Collector:
             self.rewards[name] = reward
         grpo, policies = options.grpo, list(model.policies.values())
         self.told_of_missing = False
+        self.slow_copy_samples = any(p.slow_copy_samples(options.rollout) for p in policies)
         self.images_per_prompt = grpo.group_size  # rows of a rollout with the same prompt
         self.images_per_sample = grpo.group_size if policies[0].shares_tokens else 1  # same tokens
         if len(policies) > 1:
@@ -104,7 +106,7 @@ class Collector:
         one_update = options.updates_per_rollout == options.mini_batches == 1
         # one update computes them itself, once scoring is known to agree with sampling
         score = not one_update or agreement is None or bool(agreement.problem())
-        score = score or self.options.rollout.dit_objective == "nft"  # the slow copy's velocities
+        score = score or self.slow_copy_samples  # outside this call, it is another policy
 
         def on_images(rows, images):
             for one in pending:

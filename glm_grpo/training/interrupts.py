@@ -246,7 +246,7 @@ def tell_end(error: BaseException, debug: bool = False) -> int:
     if isinstance(error, UserError):
         status = 2
     elif not isinstance(error, SystemExit):
-        from glm_grpo.rewards.calling import error_text
+        from glm_grpo.data.code import error_text
 
         text = error_text(error)
         if isinstance(error, OSError):

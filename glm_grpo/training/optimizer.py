@@ -50,9 +50,10 @@ class PolicyOptimizer:
         self,
         parameters: dict[str, list[nn.Parameter]],  # policy -> what it trains
         options: OptimizerOptions,
+        slow: str | None = None,  # the policy that may have a slow copy
     ):
         "UserError: bitsandbytes is not installed."
-        self.parameters, self.options = parameters, options
+        self.parameters, self.options, self.slow_policy = parameters, options, slow or ""
         # float32 copies of weights that are not float32: small steps would be rounded away
         self.masters = None
         if any(p.dtype != torch.float32 for p in self.trained):
@@ -72,11 +73,11 @@ class PolicyOptimizer:
             # its decay at step n is min(ema_decay, (1 + n) / (10 + n))
             self.ema = EMAModel(self.stepped, decay=float(options.ema_decay))
             self.averages["ema"] = self.ema, self.stepped
-        if options.slow_copy_decay is not None and "dit" in parameters:
+        if options.slow_copy_decay is not None and slow is not None:
             from diffusers.training_utils import EMAModel
 
-            self.slow = EMAModel(self.stepped_of("dit"))
-            self.averages["slow"] = self.slow, self.stepped_of("dit")
+            self.slow = EMAModel(self.stepped_of(slow))
+            self.averages["slow"] = self.slow, self.stepped_of(slow)
 
     @property
     def trained(self) -> list[nn.Parameter]:
@@ -193,17 +194,17 @@ class PolicyOptimizer:
         return replaced_by(self.ema, self.trained)
 
     def update_slow_copy(self) -> None:
-        "Move the slow copy towards the denoising policy, once for each rollout. AWM, 2509.25050."
+        "Move the slow copy towards its policy, once for each rollout. AWM, arXiv 2509.25050."
         if self.slow:
             rollouts = max(0, self.slow.optimization_step - self.options.slow_copy_flat)
             grown = self.options.slow_copy_growth * rollouts
             # EMAModel's decay is at least min_decay; its first one is 0
             self.slow.decay = self.slow.min_decay = min(self.options.slow_copy_decay, grown)
-            self.slow.step(self.stepped_of("dit"))
+            self.slow.step(self.stepped_of(self.slow_policy))
 
     def slowed(self) -> contextlib.AbstractContextManager:
-        "Inside, the denoising policy is its slow copy; without slow_copy_decay it stays as it is."
-        return replaced_by(self.slow, self.parameters.get("dit", []))
+        "Inside, the policy is its slow copy; without slow_copy_decay it stays as it is."
+        return replaced_by(self.slow, self.parameters.get(self.slow_policy, []))
 
     def load_state_dict(
         self,
