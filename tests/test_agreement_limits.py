@@ -9,7 +9,7 @@ from helpers import ROOT
 
 from glm_grpo.model.wrapper import GLMImageWrapper
 from glm_grpo.training.agreement import Agreement, old_new_gap
-from glm_grpo.training.update import gap_numbers
+from glm_grpo.training.metrics import gap_numbers
 
 PROMPTS = ["a cat in the middle on a red ground", "a dog", "a blue bird on a green ground"]
 SIZE = {"height": 128, "width": 128, "num_inference_steps": 3, "guidance_scale": 1.5}
@@ -46,7 +46,7 @@ class Sampled:
             new = [policy.score(chunk) for chunk in policy.chunks(samples.rows(rows))]
             gaps.append(torch.cat(new, 1) - own.old_logprobs[rows])
         numbers = {k: v.item() for k, v in gap_numbers(torch.cat(gaps), "old_new_gap").items()}
-        gap = old_new_gap(numbers, name, self.dtype, clip=0.2)
+        gap = old_new_gap(numbers, policy, self.dtype, clip=0.2)
         return Agreement({name: gap}, self.dtype, size)
 
 
@@ -76,9 +76,9 @@ def test_a_temperature_wrong_by_5_percent_stops(sampled, factor):
 
 
 def test_another_timestep_stops(sampled):
-    noise = sampled.rollout.denoising.noise
-    wrong = replace(noise, decisions=(1,) * len(noise.decisions))
-    assert "dit: new and old differ" in sampled.card("dit", denoising={"noise": wrong}).problem()
+    wrong = (1,) * len(sampled.rollout.denoising.decisions)
+    card = sampled.card("dit", denoising={"decisions": wrong})
+    assert "dit: new and old differ" in card.problem()
 
 
 def test_a_guidance_scale_wrong_by_1_percent_stops_in_float32(sampled):

@@ -1,5 +1,6 @@
 "The forward process: log-probs and losses as the authors publish them, and the steps chosen."
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -7,10 +8,11 @@ import torch
 from PIL import Image
 from helpers import PROMPTS, ROOT, load_weights, main, read_jsonl, resume, same_tensors, small, told
 
-from glm_grpo.data.basics import UserError
+from glm_grpo.data.basics import UserError, refuse
 from glm_grpo.maths.noise import SampleNames
 from glm_grpo.maths.loss import compute_grpo_loss
 from glm_grpo.maths.matching import matching_logprob, nft_terms, stratified_steps
+from glm_grpo.model.objectives import NFT, Matching, find_objective
 from glm_grpo.model.wrapper import GLMImageWrapper
 from glm_grpo.rewards.weighted import Rewards
 from glm_grpo.training.experience import compare_samples
@@ -121,6 +123,12 @@ def rollout(model):
     return model.generate_with_tracking(prompts, score_batch_size=2, **SIZE, **HOW)
 
 
+def with_objective(rollout, objective, **changes):
+    "The rollout with another objective, or one with other options."
+    options = replace(rollout.denoising.objective.options, **changes)
+    return replace(rollout, denoising=replace(rollout.denoising, objective=objective(options)))
+
+
 def test_an_image_is_compared_at_points_on_its_way_to_noise(model, rollout):
     denoising = rollout.denoising
     assert len(denoising.decisions) == 3 and 0 not in denoising.decisions
@@ -144,7 +152,7 @@ def test_ratios_are_1_bit_for_bit_and_the_velocity_is_unguided(model, rollout):
             logprobs, _, velocities = model.score_denoising(part)
             assert torch.equal(logprobs, part.latents_logprobs)
             assert torch.equal(velocities, part.denoising.old_velocities)
-        guided = replace(rollout, denoising=replace(rollout.denoising, matching_guidance=2.0))
+        guided = with_objective(rollout, Matching, matching_guidance=2.0)
         assert not torch.allclose(model.score_denoising(guided)[0], rollout.latents_logprobs)
         for j, logprob in enumerate(rollout.latents_logprobs.T):
             decision = rollout.denoising.decision(j)
@@ -157,8 +165,7 @@ def test_ratios_are_1_bit_for_bit_and_the_velocity_is_unguided(model, rollout):
 
 def test_the_gradient_is_that_of_advantage_weighted_flow_matching(model, rollout):
     "On policy, with the uniform weight: the loss is -mean A, its gradient that of mean A m."
-    noise = replace(rollout.denoising.noise, weight="uniform")
-    rollout = replace(rollout, denoising=replace(rollout.denoising, noise=noise))
+    rollout = with_objective(rollout, Matching, matching_weight="uniform")
     advantages = torch.tensor([1.0, -1.0, 0.5, -0.5])
     trained = model.get_trainable_parameters()
     new, _, velocities = model.score_denoising(rollout)
@@ -217,7 +224,11 @@ def test_the_update_finds_old_log_probs_itself_after_the_first_step(model):
         experience = trainer.collect(BATCH, at_once=at_once)
         assert (experience.rollout.latents_logprobs is None) == at_once
         trainer.last_experience = experience
-        found.append(trainer.gradients(next(trainer.minibatches(experience)))["dit"])
+        found.append(
+            trainer.learner.gradients(next(trainer.learner.minibatches(experience, trainer.step)))[
+                "dit"
+            ]
+        )
         trainer.optimizer.zero_grad()
     unscored, scored = (metrics["grad_norm"] for metrics in found)
     assert unscored == pytest.approx(scored, rel=1e-5) and scored > 0
@@ -254,24 +265,23 @@ def test_the_pull_to_a_slow_copy_acts_once_it_lags(model):
     assert found[4, 100.0].norm() < 0.98 * found[4, 0.0].norm()
 
 
-NFT = LAGS | {"dit_objective": "nft", "advantage_clip": 2.0}
+NFT_OPTIONS = LAGS | {"dit_objective": "nft", "advantage_clip": 2.0}
 
 
 def test_nft_on_policy_is_awm_with_another_weight(model, rollout):
-    noise = replace(rollout.denoising.noise, weight="nft", mix=0.3)
-    rollout = replace(rollout, denoising=replace(rollout.denoising, noise=noise))
+    rollout = with_objective(rollout, NFT, nft_mix=0.3)
     policy, advantages = model.policies["dit"], torch.tensor([1.0, -1.0, 0.5, -0.5])
     samples = policy.samples(rollout, 2)
-    assert not policy.has_log_ratios(samples)
-    numbers, found = policy.score_with_pull(samples, GRPOOptions(advantage_clip=2.0), None)
-    assert numbers.abs().max() < 1e-6 and found["metrics"]["contrast"] == 0
+    assert samples.kind == "surrogates"
+    terms = policy.terms(samples, GRPOOptions(advantage_clip=2.0), 0.0, None)
+    numbers, arguments = terms.logprobs, terms.loss
+    assert numbers.abs().max() < 1e-6 and terms.metrics["contrast"] == 0
     for j, step in enumerate(rollout.denoising.decisions):
         before, old = rollout.denoising.latents_before[:, j], rollout.denoising.old_velocities[:, j]
         given = old, old, before, rollout.denoising.latents, rollout.denoising.sigmas[step].item()
-        torch.testing.assert_close(found["kl"][:, j], 2.0 * nft_terms(*given, 0.3)[1])
+        torch.testing.assert_close(arguments["kl"][:, j], 2.0 * nft_terms(*given, 0.3)[1])
     trained = model.get_trainable_parameters()
-    options = {key: found[key] for key in ("kl", "beta", "loss_type")}
-    loss, _ = compute_grpo_loss(numbers, torch.zeros(4, 3), advantages, **options)
+    loss, _ = compute_grpo_loss(numbers, torch.zeros(4, 3), advantages, **arguments)
     gradients = torch.autograd.grad(loss, trained)
     _, _, velocities = model.score_denoising(rollout)
     error = velocities - rollout.denoising.latents_after
@@ -283,7 +293,7 @@ def test_nft_on_policy_is_awm_with_another_weight(model, rollout):
 
 
 def test_with_nft_the_slow_copy_samples_and_the_contrast_grows(model):
-    trainer, _ = train(model, green, 4, **NFT)
+    trainer, _ = train(model, green, 4, **NFT_OPTIONS)
     contrasts = [line["contrast"] for line in trainer.history]
     assert contrasts[:2] == [0, 0] and min(contrasts[2:]) > 0
     assert not {"ratio_mean", "clip_fraction", "old_new_gap"} & set(trainer.history[-1])
@@ -295,20 +305,24 @@ def test_with_nft_the_slow_copy_samples_and_the_contrast_grows(model):
 
 def test_an_image_that_is_not_counted_is_not_pulled(model):
     "Not even where a mini-batch, or a rank, has no other image."
-    trainer, _ = train(model, green, 4, **NFT)
+    trainer, _ = train(model, green, 4, **NFT_OPTIONS)
     experience = trainer.last_experience = trainer.collect(BATCH)
     norms = []
     for counted in (True, False):
         samples = experience.samples["dit"]
         which = torch.full((len(samples),), counted)
         experience.samples["dit"] = samples.with_advantages(torch.zeros(len(samples)), which)
-        norms.append(trainer.gradients(next(trainer.minibatches(experience)))["dit"]["grad_norm"])
+        norms.append(
+            trainer.learner.gradients(next(trainer.learner.minibatches(experience, trainer.step)))[
+                "dit"
+            ]["grad_norm"]
+        )
         trainer.optimizer.zero_grad()
     assert norms[0] > 0 and norms[1] == 0
 
 
 def test_the_slow_copy_is_the_policy_while_its_schedule_is_flat(model):
-    trainer, _ = train(model, green, 4, **NFT | {"slow_copy_flat": 1})
+    trainer, _ = train(model, green, 4, **NFT_OPTIONS | {"slow_copy_flat": 1})
     contrasts = [line["contrast"] for line in trainer.history]
     assert contrasts[:3] == [0, 0, 0] and contrasts[3] > 0
 
@@ -330,15 +344,16 @@ def test_advantages_are_clipped():
         ({"dit_pull": 1.0}, "reward.grpo.dit_pull"),
         ({"dit_pull": 1.0, "dit_objective": "steps"}, "reward.grpo.dit_pull"),
         ({"dit_pull_slow": 1.0}, "training.slow_copy_decay"),
-        (NFT | {"slow_copy_decay": None}, "training.slow_copy_decay"),
-        (NFT | {"slow_copy_decay": 0.0}, "training.slow_copy_decay"),
-        (NFT | {"advantage_clip": None}, "reward.grpo.advantage_clip"),
-        (NFT | {"dit_pull_slow": 1.0}, "reward.grpo.dit_pull_slow"),
+        (NFT_OPTIONS | {"slow_copy_decay": None}, "training.slow_copy_decay"),
+        (NFT_OPTIONS | {"slow_copy_decay": 0.0}, "training.slow_copy_decay"),
+        (NFT_OPTIONS | {"advantage_clip": None}, "reward.grpo.advantage_clip"),
+        (NFT_OPTIONS | {"dit_pull_slow": 1.0}, "reward.grpo.dit_pull_slow"),
     ],
 )
 def test_what_has_no_meaning_is_refused(changes, named):
+    options = TrainerOptions().with_changes(**{"num_inference_steps": 8} | HOW | changes)
     with pytest.raises(UserError, match=named):
-        TrainerOptions().with_changes(**{"num_inference_steps": 8} | HOW | changes).check()
+        refuse([*find_objective(options.rollout.dit_objective).problems(options)])
 
 
 @pytest.mark.usefixtures("at_root")
@@ -352,6 +367,48 @@ def test_the_command_line_takes_it_by_either_name(folder, capsys):
     assert [line["ratio_mean"] for line in lines] == [1, 1] and lines[0]["grad_norm"] > 0
     assert main(*words, "--rollout.window", 1, "--output_dir", folder / "other") == 2
     assert "rollout.window" in told(capsys) and not (folder / "other").exists()
+
+
+def cell_of_the_notebook():
+    "The class of `nbs/02_change_something`, with its imports."
+    cells = json.loads((ROOT / "nbs/02_change_something.ipynb").read_text())["cells"]
+    (source,) = (c["source"] for c in cells if "class FinishedImage" in "".join(c["source"]))
+    assert len(source) <= 30
+    return "".join(source)
+
+
+@pytest.mark.usefixtures("at_root")
+def test_an_objective_of_ones_own_trains_from_the_command_line(folder, capsys):
+    (folder / "mine.py").write_text(cell_of_the_notebook())
+    name = f"{folder / 'mine.py'}:FinishedImage"
+    words = small(folder, "--model.component", "dit", "--rollout.dit_objective", name)
+    assert main(*words, "--num_steps", 2, "--output_dir", folder / "run") == 0
+    lines = read_jsonl(folder / "run/metrics.jsonl")
+    assert [line["ratio_mean"] for line in lines] == [1, 1] and lines[1]["grad_norm"] > 0
+    capsys.readouterr()
+    final = folder / "run/checkpoints/checkpoint_final"
+    assert main("--resume", final, "--num_steps", 3) == 2  # the run's code, not named again
+    message = told(capsys)
+    assert "FinishedImage" in message and "--trust_run_code" in message
+    assert resume(final, "--num_steps", 3, "--trust_run_code") == 0
+    assert len(read_jsonl(folder / "run/metrics.jsonl")) == 3
+
+
+@pytest.mark.usefixtures("at_root")
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        ("match", "take one of steps, matching, nft"),
+        ("mine.py:nothing", "FileNotFoundError"),
+        ("math:sqrt", "this is no class derived from"),
+    ],
+)
+def test_an_objective_that_is_none_is_refused_before_a_weight_is_loaded(
+    folder, capsys, name, message
+):
+    words = small(folder, "--model.component", "dit", "--rollout.dit_objective", name)
+    assert main(*words, "--model.name", folder / "no_model") == 2
+    assert f"rollout.dit_objective {name}: " in (text := told(capsys)) and message in text
 
 
 @pytest.mark.usefixtures("at_root")

@@ -13,6 +13,7 @@ from glm_grpo.data.prompts import I2IDataset
 from glm_grpo.data.rollout import RolloutOptions
 from glm_grpo.maths.noise import SampleNames, request_names
 from glm_grpo.model import sampler
+from glm_grpo.model.objectives import NoisySteps
 from glm_grpo.model.sampler import RolloutSampler
 from glm_grpo.model.decode_step import StepCounter
 from glm_grpo.model.sampling import Decisions, unpack_kept
@@ -118,14 +119,14 @@ def test_wrong_score_is_found():
     rollout = model.generate_with_tracking(prompts, images, **SMALL | HOT, score_batch_size=3)
     tokens, denoising = rollout.tokens, rollout.denoising
     swapped = [denoising.sources[i] for i in (1, 0, 2)]
-    noise = replace(denoising.noise, noise_level=0.7)
+    other = NoisySteps(replace(denoising.objective.options, noise_level=0.7))
     no_letters = {prompt: 0 * glyph for prompt, glyph in denoising.glyphs.items()}
     for name, wrong in {
         "ar": replace(rollout, tokens=replace(tokens, temperature=1.4)),
         "dit": replace(rollout, denoising=replace(denoising, guidance_scale=1.0)),
     }.items():
         assert largest_change(model, wrong, 3)[name] > 1e-5
-    for change in ({"sources": swapped}, {"noise": noise}, {"glyphs": no_letters}):
+    for change in ({"sources": swapped}, {"objective": other}, {"glyphs": no_letters}):
         wrong = replace(rollout, denoising=replace(denoising, **change))
         assert largest_change(model, wrong, 3)["dit"] > 1e-5, change.keys()
 

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from glm_grpo.data.rollout import Terms
 from glm_grpo.model.wrapper import GLMImageWrapper
 from glm_grpo.toy import ICONS, ToyPainter, icon_images, nearness
 from glm_grpo.training.trainer import MinimalGRPOTrainer
@@ -90,7 +91,8 @@ def test_one_update_needs_them_in_the_first_step_of_a_run():
 
 def test_a_gap_that_was_let_pass_is_measured_in_each_step():
     trainer, asked = toy_steps(allow_ratio_gap=True)
-    trainer.score = lambda policy, chunk, beta: (1.02 * policy.score(chunk), {})
+    policy = trainer.policies["ar"]
+    policy.terms = lambda samples, *rest: Terms(1.02 * policy.score(samples))
     with pytest.warns(UserWarning, match="new and old differ") as warned:
         lines = trainer.train(3)
     assert (

@@ -6,7 +6,7 @@ that then differs from a run with the same needs and the option's default.
 
 import functools
 import sys
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -155,19 +155,26 @@ def toy_run(folder, steps=1, reward=lambda: nearness, scores=1.0, **options):
     base |= {"callbacks": ()}
     trainer = MinimalGRPOTrainer(ToyStudio(PROMPTS), [BATCH], reward(), **base | options)
     scored, sizes, first = [], set(), set()
-    score, generate = trainer.score, trainer.model.generate_with_tracking
+    generate = trainer.model.generate_with_tracking
 
-    def noted_score(policy, chunk, beta):
-        scored.append((policy.name, len(chunk)))
-        new, reference = score(policy, chunk, beta)
-        return new * scores, reference
+    def note_terms(policy):
+        terms = policy.terms
+
+        def noted(chunk, *rest):
+            scored.append((policy.name, len(chunk)))
+            found = terms(chunk, *rest)
+            return replace(found, logprobs=found.logprobs * scores)
+
+        policy.terms = noted
 
     def noted_generate(*given, height, width, score_batch_size, **more):
         sizes.add((height, width))
         first.add(score_batch_size)
         return generate(*given, **more)
 
-    trainer.score, trainer.model.generate_with_tracking = noted_score, noted_generate
+    for policy in trainer.policies.values():
+        note_terms(policy)
+    trainer.model.generate_with_tracking = noted_generate
     end = ""
     try:
         trainer.train(steps)
@@ -178,7 +185,7 @@ def toy_run(folder, steps=1, reward=lambda: nearness, scores=1.0, **options):
         norms = [line.get(f"{name}/grad_norm", 0.0) for line in trainer.history]
         found[name] = torch.cat([policy.parameters()[0].detach().flatten(), torch.tensor(norms)])
     averages = {"average": trainer.optimizer.ema, "slow copy": trainer.optimizer.slow}
-    trainer.half_done = False
+    trainer.learner.half_done = False
     trainer.save_checkpoint(folder)
     return found | {
         "rollout": torch.cat([rollout.token_ids.flatten().float(), rollout.denoising.flatten()]),
@@ -280,7 +287,7 @@ def real_run(monkeypatch, **options):
         alternating = 1 - 2.0 * (torch.arange(len(samples)) % 2)
         experience.samples[name] = samples.with_advantages(alternating, samples.counted)
     trainer.last_experience = experience
-    metrics = trainer.gradients(next(trainer.minibatches(experience)))
+    metrics = trainer.learner.gradients(next(trainer.learner.minibatches(experience, trainer.step)))
     trainer.optimizer.zero_grad()
     rollout = experience.rollout
     return {

@@ -109,7 +109,7 @@ def test_one_step_gives_the_trainers_numbers(both, monkeypatch):
     assert torch.allclose(logprobs, own.old_logprobs, atol=1e-3)
 
     lines, gradients = [], []
-    update, step = trainer.update, trainer.optimizer.step
+    update, step = trainer.learner.update, trainer.optimizer.step
 
     def noted_update(minibatch):
         lines.append(update(minibatch)[half])
@@ -119,7 +119,7 @@ def test_one_step_gives_the_trainers_numbers(both, monkeypatch):
         gradients.append({name: w.grad.clone() for name, w in trained(theirs).items()})
         step()
 
-    monkeypatch.setattr(trainer, "update", noted_update)
+    monkeypatch.setattr(trainer.learner, "update", noted_update)
     monkeypatch.setattr(trainer.optimizer, "step", noted_step)
     trainer.learn(experience)
 

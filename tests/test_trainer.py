@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from glm_grpo.data.rollout import Terms
 from glm_grpo.data.basics import refusal
 from glm_grpo.data.loader import make_dataloader
 from glm_grpo.maths.advantages import compare_rewards, gdpo_advantages
@@ -113,7 +114,9 @@ def test_one_wrong_decision_shows_in_the_gap():
 
 def score_wrongly(trainer, factor=1.02):
     "All new log-probs are too large, as with a wrong temperature in scoring."
-    trainer.score = lambda policy, chunk, beta: (factor * policy.score(chunk), {})
+    for policy in trainer.policies.values():
+        score = policy.score
+        policy.terms = lambda samples, *rest, score=score: Terms(factor * score(samples))
     return trainer
 
 
@@ -348,7 +351,7 @@ def test_mini_batches_follow_from_seed_step_and_pass():
         "Which samples the first mini-batch of each of two passes holds."
         trainer = toy_trainer(mini_batches=2, updates_per_rollout=2, seed=seed)
         trainer.step = step
-        batches = list(trainer.minibatches(experience))
+        batches = list(trainer.learner.minibatches(experience, step))
         first = [batches[i]["ar"].samples.rollout.token_ids for i in (0, 2)]
         return [str(ids.tolist()) for ids in first]
 
@@ -414,7 +417,7 @@ def test_an_image_without_a_score_is_left_out(gap):
     assert not samples.advantages[missing].any() and torch.equal(samples.counted, ~missing)
     gradients = keep_gradients(trainer)
     line = trainer.learn(experience)
-    (minibatch,) = trainer.minibatches(experience)
+    (minibatch,) = trainer.learner.minibatches(experience, 1)
     assert line["missing_scores"] == 3 and minibatch["ar"].count == 29
     assert line["reward_mean"] == pytest.approx(experience.rewards[~missing].mean().item())
     # the gradient of the other 29 samples alone
@@ -555,9 +558,11 @@ def test_what_is_not_finite_does_not_reach_the_weights(factor):
     trainer.train(1)
     before = table(trainer).detach().clone()
     (line,) = trainer.train(1)
-    assert line["skipped"] == 1 == trainer.bad_steps and torch.equal(table(trainer), before)
+    assert line["skipped"] == 1 == trainer.learner.bad_steps and torch.equal(table(trainer), before)
     (line,) = trainer.train(1)
-    assert line["skipped"] == 0 == trainer.bad_steps and not torch.equal(table(trainer), before)
+    assert line["skipped"] == 0 == trainer.learner.bad_steps and not torch.equal(
+        table(trainer), before
+    )
 
 
 def test_three_bad_steps_in_a_row_end_the_training():
@@ -689,7 +694,7 @@ def test_nothing_is_saved_in_the_middle_of_a_step(tmp_path):
     "Between two optimizer steps on one rollout there is no state worth keeping."
     trainer = toy_trainer(updates_per_rollout=2)
     trainer.train(1)
-    accumulate, calls = trainer.accumulate, []
+    accumulate, calls = trainer.learner.accumulate, []
 
     def fails_in_the_second(name, batch):
         calls.append(name)
@@ -697,13 +702,13 @@ def test_nothing_is_saved_in_the_middle_of_a_step(tmp_path):
             raise OSError("the cable is out")
         return accumulate(name, batch)
 
-    trainer.accumulate = fails_in_the_second
+    trainer.learner.accumulate = fails_in_the_second
     with pytest.raises(OSError):
         trainer.train(1)
     assert trainer.step == 1 and trainer.half_done
     assert "between two updates of one step" in refusal(trainer.save_checkpoint, tmp_path / "half")
     assert not list(tmp_path.iterdir())
-    trainer.accumulate = accumulate
+    trainer.learner.accumulate = accumulate
     trainer.train(1)
     trainer.save_checkpoint(tmp_path / "whole")
 

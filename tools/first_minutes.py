@@ -34,10 +34,9 @@ from glm_grpo.model.tokens import trim, visibility
 from glm_grpo.model.wrapper import GLMImageWrapper
 from glm_grpo.run.command_line import run_command
 from glm_grpo.training.agreement import LOOP_KL, Agreement
-from glm_grpo.training.experience import PeakMemory
+from glm_grpo.training.metrics import PeakMemory, gap_numbers
 from glm_grpo.training.ranks import Ranks
 from glm_grpo.training.trainer import MinimalGRPOTrainer
-from glm_grpo.training.update import gap_numbers
 
 MODEL = Path(__file__).resolve().parent.parent / "data/tiny-glm-image"
 PROMPTS = [  # of different length: the first one is padded

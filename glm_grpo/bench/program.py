@@ -39,7 +39,7 @@ from ..model.sampling import sample_tokens
 from ..model.tokens import prepare_prompts
 from ..model.wrapper import GLMImageWrapper
 from ..run.command_line import build, read_words, run_command
-from ..training.experience import PeakMemory
+from ..training.metrics import PeakMemory
 from ..training.trainer import MinimalGRPOTrainer
 
 # %% ../../nbs/7_bench/09_bench.ipynb #k_n008

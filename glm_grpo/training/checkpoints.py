@@ -56,7 +56,7 @@ def make_note(trainer: Any) -> dict[str, Any]:
             "mode": trainer.options.step.mode,
         },
         "step": trainer.step,
-        "bad_steps": trainer.bad_steps,
+        "bad_steps": trainer.learner.bad_steps,
         "data": getattr(trainer.train_dataloader, "state_dict", lambda: None)(),
         "options": json.loads(json.dumps(options, default=str)),
         "written": time.time(),  # seconds; copies of a file get other times
@@ -272,7 +272,7 @@ def load_checkpoint(
                 stacklevel=3,
             )
         optimizer.load_average(name, averages.get(name))
-    trainer.step, trainer.bad_steps = note["step"], note["bad_steps"]
+    trainer.step, trainer.learner.bad_steps = note["step"], note["bad_steps"]
 
 # %% ../../nbs/5_training/12_checkpoints.ipynb #n008f
 def _written(checkpoint):
