@@ -370,11 +370,11 @@ def test_the_command_line_takes_it_by_either_name(folder, capsys):
 
 
 def cell_of_the_notebook():
-    "The class of `nbs/02_change_something`, with its imports."
+    "The class of `nbs/02_change_something`, with the imports that the page names."
     cells = json.loads((ROOT / "nbs/02_change_something.ipynb").read_text())["cells"]
     (source,) = (c["source"] for c in cells if "class FinishedImage" in "".join(c["source"]))
-    assert len(source) <= 30
-    return "".join(source)
+    imports = "from dataclasses import replace\nfrom glm_grpo.model.objectives import Objective\n"
+    return imports + "".join(source)
 
 
 @pytest.mark.usefixtures("at_root")
@@ -382,6 +382,9 @@ def test_an_objective_of_ones_own_trains_from_the_command_line(folder, capsys):
     (folder / "mine.py").write_text(cell_of_the_notebook())
     name = f"{folder / 'mine.py'}:FinishedImage"
     words = small(folder, "--model.component", "dit", "--rollout.dit_objective", name)
+    assert main(*words, "--num_steps", 2, "--output_dir", folder / "short") == 2
+    assert "its decisions are steps (1,)" in told(capsys)  # one denoising step: number 0
+    words += ["--rollout.num_inference_steps", 3]
     assert main(*words, "--num_steps", 2, "--output_dir", folder / "run") == 0
     lines = read_jsonl(folder / "run/metrics.jsonl")
     assert [line["ratio_mean"] for line in lines] == [1, 1] and lines[1]["grad_norm"] > 0

@@ -331,7 +331,7 @@ def test_window_moves_with_the_step():
         sampler = sampler_for(model, prompts, images, step=step, **options)
         denoising = sampler.prepare_denoising(tokens).denoising
         windows.append(denoising.decisions)
-        assert denoising.ratio_norm == (step == 2)
+        assert denoising.objective.options.ratio_norm == (step == 2)
     assert windows == [(0,), (1,), (0,)]
 
 

@@ -64,7 +64,9 @@ def make_again(pipe, half, rollout):
             continue
         denoising = rollout.denoising
         mean, after = denoising.latents_means[row], denoising.latents_after[row]
-        noise = (after - mean) / torch.tensor(denoising.stds())[:, None, None, None]
+        noise = (after - mean) / torch.tensor(denoising.objective.stds(denoising))[
+            :, None, None, None
+        ]
         given = pipe, prompt, ids, torch.cat([first, noise]), RECIPE
         image, sample = plain.sample_denoising(*given)
         samples.append(sample)

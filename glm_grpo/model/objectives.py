@@ -89,7 +89,7 @@ class Objective:
         model: Any,  # a GLMImageWrapper
         rollout: Rollout,  # of N images
         latents: Tensor,  # [N, C, h, w] float32: the finished ones
-        noise: Tensor,  # [N, D, C, h, w] float32: Gaussian, for each decision
+        noise: Tensor,  # [N, D, C, h, w] float32: Gaussian, fresh for each decision
         size: int | None,  # rows scored at a time
         score: bool,  # False: the update has the old log-probs
     ) -> Rollout:
@@ -255,7 +255,6 @@ class Matching(Objective):
         "A point between image and noise for each decision, and its velocity."
         denoising, clean = rollout.denoising, latents[:, None]
         share = denoising.sigmas[list(denoising.decisions)].to(clean).view(-1, 1, 1, 1)
-        noise = noise.to(clean)
         denoising = replace(
             denoising,
             latents=latents,

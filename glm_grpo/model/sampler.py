@@ -166,11 +166,15 @@ class RolloutSampler:
         if self.objective:
             patches, steps = self.height * self.width // 256, self.options.num_inference_steps
             sigmas = schedule(model.pipe.scheduler, steps, patches)[1]
+            decisions = tuple(self.objective.decisions(sigmas, self.names))
+            if not set(decisions) <= set(range(steps)):
+                raise UserError(
+                    f"rollout.dit_objective {self.options.dit_objective}: its decisions are steps "
+                    f"{decisions}, and with rollout.num_inference_steps {steps} the last step is "
+                    f"{steps - 1}."
+                )
             denoising = replace(
-                denoising,
-                objective=self.objective,
-                decisions=tuple(self.objective.decisions(sigmas, self.names)),
-                sigmas=sigmas,
+                denoising, objective=self.objective, decisions=decisions, sigmas=sigmas
             )
         first_noise = None
         if self.shared:
@@ -210,8 +214,8 @@ class RolloutSampler:
         if self.objective is None:
             return rollout
         shape = len(rollout.denoising.decisions), *self.latent_shape
-        noise, latents = named_noise(self.names.step_noise(), shape), denoised["latents"]
-        size = self.score_batch_size
+        latents, size = denoised["latents"], self.score_batch_size
+        noise = named_noise(self.names.step_noise(), shape).to(latents)
         return self.objective.keep(self.model, rollout, latents, noise, size, self.score)
 
     def denoise_common_steps(self, samples: Rollout) -> tuple[Tensor | None, int]:
