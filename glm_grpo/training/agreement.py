@@ -97,8 +97,8 @@ class Agreement:
 
     def comparisons(self) -> dict[str, Gap]:
         "What was compared -> its gap."
-        found = {f"{name}: scoring and the sampling loop": g for name, g in self.loops.items()}
-        return found | {f"{name}: new and old": gap for name, gap in self.policies.items()}
+        loops = {f"{name}: scoring and the sampling loop": g for name, g in self.loops.items()}
+        return loops | {f"{name}: new and old": gap for name, gap in self.policies.items()}
 
     def problem(self) -> str:
         "Where sampling and scoring disagree, likely causes and the way to go on; empty: nowhere."
@@ -121,17 +121,17 @@ class Agreement:
 
     def warning(self) -> str:
         "Where rounding alone is unusually large or reaches the clip range; empty: nowhere."
-        found = []
+        warnings = []
         for name, gap in self.policies.items():
             usual = min(gap.clip, gap.allowed / LARGEST_OVER_MEAN)
             if gap.mean > usual and not gap.too_large:
-                found.append(
+                warnings.append(
                     f"{name}: rounding in {self.dtype} moves log-probs by {gap.mean:.2g} per "
                     f"decision, and reward.grpo.{gap.clip_option} is {gap.clip:g}. What it moves "
                     "beyond that range is clipped at random: raise the range, or set "
                     "training.mini_batches 1."
                 )
-        return " ".join(found)
+        return " ".join(warnings)
 
     def __str__(self):
         "A table: a header, and a row per comparison."
@@ -172,12 +172,12 @@ def agreement_of(
     return Agreement(policies, dtype, options.step.micro_batch_size, loops)
 
 
-def require_agreement(found: Agreement, options: TrainerOptions, ranks: Ranks) -> None:
+def require_agreement(agreement: Agreement, options: TrainerOptions, ranks: Ranks) -> None:
     """UserError: sampling and scoring differ by more than rounding. With `allow_ratio_gap`, and
     where rounding is unusually large, a warning."""
-    message = found.problem()
+    message = agreement.problem()
     if message and not options.step.allow_ratio_gap:
         ranks.fail_all(UserError(message))
-    message = message or found.warning()
+    message = message or agreement.warning()
     if message and ranks.first:
         warnings.warn(message, stacklevel=2)

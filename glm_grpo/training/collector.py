@@ -76,7 +76,7 @@ class Collector:
                 )
             self.rewards[name] = reward
         grpo, policies = options.grpo, list(model.policies.values())
-        self.told_of_missing = False
+        self.warned_of_missing = False
         self.slow_copy_samples = any(p.slow_copy_samples(options.rollout) for p in policies)
         self.images_per_prompt = grpo.group_size  # rows of a rollout with the same prompt
         self.images_per_sample = grpo.group_size if policies[0].shares_tokens else 1  # same tokens
@@ -175,27 +175,27 @@ class Collector:
     def count_missing(
         self,
         reward: Callable,
-        scores: Rewards,  # of all ranks
+        rewards: Rewards,  # of all ranks
     ) -> float:
-        """The number of images without a score, or without one in a part that scores others of
-        their prompt. Says once which they are. RewardError: no image has a score."""
-        names = scored_parts(reward)
-        if scores.rewards.isnan().all():
+        """The number of images without a reward, or without one in a part that scores others of
+        their prompt. Says once which they are. RewardError: no image has a reward."""
+        names, missing = scored_parts(reward), rewards.rewards.isnan()
+        if missing.all():
             message = (
                 f"The reward {names} has nothing to score in any image of this step (it returned "
                 "NaN or None). Correct it, or leave out the prompts that it cannot score."
             )
             self.ranks.fail_all(RewardError(message))
-        missing, found = scores.rewards.isnan(), {names: int(scores.rewards.isnan().sum())}
+        counts = {names: int(missing.sum())}
         groups = torch.arange(len(missing)) // self.images_per_prompt
-        for name, values in scores.parts.items():
+        for name, values in rewards.parts.items():
             gaps = values.isnan() & ~group_means(values, groups).isnan()
-            missing, found[name] = missing | gaps, max(found.get(name, 0), int(gaps.sum()))
-        if missing.any() and self.ranks.first and not self.told_of_missing:
-            self.told_of_missing = True
-            told = ", ".join(f"{name} for {count}" for name, count in found.items() if count)
+            missing, counts[name] = missing | gaps, max(counts.get(name, 0), int(gaps.sum()))
+        if missing.any() and self.ranks.first and not self.warned_of_missing:
+            self.warned_of_missing = True
+            parts = ", ".join(f"{name} for {count}" for name, count in counts.items() if count)
             warnings.warn(
-                f"No score (NaN or None) from {told} of the {len(missing)} images of a step. In a "
+                f"No score (NaN or None) from {parts} of the {len(missing)} images of a step. In a "
                 "missing part an image gets the mean of its group; without any score it is left "
                 "out. missing_scores in metrics.jsonl counts them; reward.grpo.missing_scores stop "
                 "ends the run where an image has no score.",
@@ -206,33 +206,33 @@ class Collector:
     def compare(
         self,
         rollout: Rollout,
-        scores: dict[Callable, Rewards],  # reward -> of all ranks
+        rewards: dict[Callable, Rewards],  # of all ranks
     ) -> Experience:
         "An `Experience`: each policy's samples with their advantages."
-        samples, of_all, numbers = {}, {}, {}
+        samples, counted, numbers = {}, {}, {}
         policies, ranks = self.model.policies, self.ranks
         relative = self.options.grpo.advantage_epsilon
         for name, reward in self.rewards.items():
-            prefix = f"{name}/" if len(scores) > 1 else ""
-            numbers[f"{prefix}missing_scores"] = self.count_missing(reward, scores[reward])
+            prefix = f"{name}/" if len(rewards) > 1 else ""
+            numbers[f"{prefix}missing_scores"] = self.count_missing(reward, rewards[reward])
         for name, policy in policies.items():
             own, reward = policy.samples(rollout, self.images_per_prompt), self.rewards[name]
-            rows = len(rollout) // len(own)
-            found = compare_samples(scores[reward], reward, own.group_size, rows, self.options)
-            of_samples, advantages, of_all[name] = found
-            samples[name] = own.with_advantages(ranks.own(advantages), ranks.own(of_all[name]))
+            images, of_reward = len(rollout) // len(own), rewards[reward]
+            how = reward, own.group_size, images, self.options
+            of_samples, advantages, counted[name] = compare_samples(of_reward, *how)
+            samples[name] = own.with_advantages(ranks.own(advantages), ranks.own(counted[name]))
             prefix = f"{name}/" if len(policies) > 1 else ""
             numbers[f"{prefix}reward_mean"] = of_samples.nanmean().item()
             numbers[f"{prefix}advantage_mean"] = advantages.mean().item()
             equal = equal_groups(of_samples, own.group_size, relative)
             numbers[f"{prefix}equal_groups"] = equal.float().mean().item()
-            prefix = f"{name}/" if len(scores) > 1 else ""
-            for part, values in scores[reward].parts.items():
+            prefix = f"{name}/" if len(rewards) > 1 else ""
+            for part, values in of_reward.parts.items():
                 numbers[f"{prefix}reward/{part}"] = values.nanmean().item()
-        total = torch.stack([s.rewards for s in scores.values()]).sum(0)
+        total = torch.stack([of_reward.rewards for of_reward in rewards.values()]).sum(0)
         known = total[~total.isnan()]
         numbers |= {"reward_mean": known.mean().item(), "reward_std": known.std().item()}
-        return Experience(rollout, samples, of_all, ranks.own(total), numbers)
+        return Experience(rollout, samples, counted, ranks.own(total), numbers)
 
     @torch.no_grad()
     def keep_uncertain(

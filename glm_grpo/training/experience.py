@@ -28,7 +28,7 @@ from .options import TrainerOptions
 
 
 def compare_samples(
-    scores: Rewards,  # of the images of all ranks
+    rewards: Rewards,  # of the images of all ranks
     reward: Any,  # that computed them; a weighted one has `weights`
     group_size: int,  # samples that are compared
     images_per_sample: int,
@@ -37,26 +37,26 @@ def compare_samples(
     """Turn the rewards of images into advantages of samples, within their groups (arXiv
     2402.03300, 4.1; with `normalise` "group" arXiv 2601.05242). A sample without a score (NaN) is
     left out: its advantage is 0, and it does not count."""
-    of_images, relative = scores.rewards, options.grpo.advantage_epsilon
-    if any(values.isnan().any() for values in scores.parts.values()):
+    of_images, relative = rewards.rewards, options.grpo.advantage_epsilon
+    if any(values.isnan().any() for values in rewards.parts.values()):
         groups = torch.arange(len(of_images)) // (group_size * images_per_sample)
-        of_images = weigh(scores.parts, reward.weights, groups)
-    rewards = of_images.view(-1, images_per_sample).nanmean(1)
-    scored, scale = ~rewards.isnan(), options.grpo.scale
+        of_images = weigh(rewards.parts, reward.weights, groups)
+    of_samples = of_images.view(-1, images_per_sample).nanmean(1)
+    known, scale = ~of_samples.isnan(), options.grpo.scale
     if options.normalise == "group":
         parts = {}
-        for name, values in scores.parts.items():
+        for name, values in rewards.parts.items():
             parts[name] = values.view(-1, images_per_sample).nanmean(1)
         advantages = gdpo_advantages(
-            parts, reward.weights, group_size, relative=relative, scored=scored
+            parts, reward.weights, group_size, relative=relative, scored=known
         )
     else:
-        advantages = compare_rewards(rewards, group_size, scale, relative=relative)
+        advantages = compare_rewards(of_samples, group_size, scale, relative=relative)
     if limit := options.grpo.advantage_clip:
         advantages = advantages.clamp(-limit, limit)
     teaches = advantages.view(-1, group_size).any(1).repeat_interleave(group_size)
-    counted = (teaches | (options.grpo.equal == "keep")) & scored
-    return rewards, advantages, counted
+    counted = (teaches | (options.grpo.equal == "keep")) & known
+    return of_samples, advantages, counted
 
 # %% ../../nbs/5_training/06_experience.ipynb #n018
 def join_rewards(
@@ -65,8 +65,8 @@ def join_rewards(
     "Concatenate the rewards of all ranks."
     parts = {}
     for name in of_ranks[0].parts:
-        parts[name] = torch.cat([scores.parts[name] for scores in of_ranks])
-    return Rewards(torch.cat([scores.rewards for scores in of_ranks]), parts)
+        parts[name] = torch.cat([rewards.parts[name] for rewards in of_ranks])
+    return Rewards(torch.cat([rewards.rewards for rewards in of_ranks]), parts)
 
 # %% ../../nbs/5_training/06_experience.ipynb #n021
 NO_BREAK = "\u00a0"  # a space at which no line breaks
@@ -143,13 +143,13 @@ class Experience:
         "Save the step for inspection: 000.png..., prompts.txt, rollout.safetensors (its tensors)."
         from safetensors.torch import save_file
 
-        found: dict[str, Any] = {"rewards": self.rewards}
+        values: dict[str, Any] = {"rewards": self.rewards}
         for record in (self.rollout, self.rollout.denoising):
-            found |= vars(record) if record is not None else {}
+            values |= vars(record) if record is not None else {}
         for name, samples in self.samples.items():
-            found[f"{name}/advantages"] = samples.advantages
+            values[f"{name}/advantages"] = samples.advantages
         tensors = {
-            k: v.cpu().clone().contiguous() for k, v in found.items() if isinstance(v, Tensor)
+            k: v.cpu().clone().contiguous() for k, v in values.items() if isinstance(v, Tensor)
         }
         with atomic_dir(folder) as part:
             save_file(tensors, part / "rollout.safetensors")

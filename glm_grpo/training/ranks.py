@@ -55,12 +55,12 @@ LAUNCHER_SETTINGS = {  # of accelerate's launcher, which are not used here -> wh
 
 def unused_settings() -> list[str]:
     "A sentence about settings of `accelerate launch` or of its file that have no effect."
-    found = []
+    unused = []
     for name, ours in LAUNCHER_SETTINGS.items():
         value = os.environ.get(name, "")
         if value.lower() not in ("", "no", "false", "0"):
-            found.append(f"{name}={value} (here: {ours})")
-    return [f"accelerate's settings are not used: {', '.join(found)}"] if found else []
+            unused.append(f"{name}={value} (here: {ours})")
+    return [f"accelerate's settings are not used: {', '.join(unused)}"] if unused else []
 
 # %% ../../nbs/5_training/03_ranks.ipynb #c0423a0
 class Ranks:

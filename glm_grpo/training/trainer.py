@@ -68,11 +68,11 @@ class MinimalGRPOTrainer:
         **changes,  # any option of TrainerOptions by its name: beta, micro_batch_size, seed...
     ):
         "UserError: an option that is unknown or cannot work."
-        given = {"height": height, "width": width, "guidance_scale": guidance_scale}
-        given |= {"group_size": group_size, "num_inference_steps": num_inference_steps}
-        given |= {"clip_range": clip_range, "learning_rate": learning_rate}
+        values = {"height": height, "width": width, "guidance_scale": guidance_scale}
+        values |= {"group_size": group_size, "num_inference_steps": num_inference_steps}
+        values |= {"clip_range": clip_range, "learning_rate": learning_rate}
         self.model, self.ranks = model, ranks or Ranks()
-        self.options = complete_trainer_options(model, options, given, changes)
+        self.options = complete_trainer_options(model, options, values, changes)
         self.learner = Learner(model, self.options, self.ranks, loss)
         self.collector = Collector(model, reward_function, self.options, self.ranks)
         self.images_per_prompt = self.collector.images_per_prompt
