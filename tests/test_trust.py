@@ -11,7 +11,7 @@ from helpers import GREEN, ROOT, evaluate_main, files, main, small, steps, told
 
 from glm_grpo.data.basics import list_options, refusal
 from glm_grpo.run.command_line import OPTIONS, parse_args
-from glm_grpo.run.evaluation import EvaluateOptions
+from glm_grpo.run.evaluate import EvaluateOptions
 
 pytestmark = pytest.mark.usefixtures("at_root")
 PROGRAMS = {"train": main, "evaluate": evaluate_main}
@@ -135,7 +135,7 @@ def test_a_baseline_lends_its_weights_and_no_options(theirs):
     mine = theirs.parent / "mine"
     shutil.copytree(theirs, mine)
     (mine / "config.yaml").write_text("training: {seed: 5}\n")
-    with mock.patch("glm_grpo.run.evaluation.compare") as compare:
+    with mock.patch("glm_grpo.run.evaluate.compare") as compare:
         assert evaluate_main("--checkpoint", mine, "--baseline", theirs) == 0
     config = compare.call_args.args[0]
     assert config.training.seed == 5

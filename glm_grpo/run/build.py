@@ -9,6 +9,7 @@ __all__ = ['resolve', 'open_data', 'describe_data', 'describe_apostrophes', 'mak
 
 # %% ../../nbs/6_run/13_build.ipynb #n005
 from collections.abc import Callable
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -275,8 +276,8 @@ def make_trainer(
 
     def best():
         "Step of the best evaluation after the start."
-        later = [line for line in watch.history if line["step"] > 0]
-        return max(later, key=lambda line: line["reward_mean"], default={}).get("step")
+        later = [one for one in watch.history if one.step]
+        return max(later, key=attrgetter("reward_mean")).step if later else None
 
     saves = CheckpointCallback(
         out / "checkpoints",

@@ -23,13 +23,14 @@ from ..data.basics import UserError, atomic_write, check_output_folder
 from ..data.prompts import read_records
 from ..model.tokens import check_prompt_lengths
 from ..rewards.calling import reward_name
-from .alarms import compare_evaluations
+from .alarms import Evaluation, compare_evaluations
 from glm_grpo.run.build import (
     check_reward,
     describe_apostrophes,
     describe_data,
     each_reward,
     load_on_ranks,
+    lora_options,
     make_reward,
     make_trainer,
     open_data,
@@ -48,7 +49,8 @@ from glm_grpo.run.evaluation import (
 from .plan import plan
 from .report import before_after_grid, run_facts, write_page
 from ..training.callbacks import CheckpointCallback
-from ..training.checkpoints import newer_than, read_note, rescue_steps
+from ..training.checkpoints import adapter_note, check_fits, newer_than, read_note
+from ..training.checkpoints import rescue_steps
 from ..training.figures import save_figure, step_curves
 from ..training.interrupts import Interrupts, Stopped, remedy
 from ..training.options import with_options
@@ -125,8 +127,8 @@ class Training:
             [name for name, weight in part_weights(run.reward).items() if weight],
             ranks,
         )
-        self.before: dict | None = None  # results of `evaluate`
-        self.after: dict | None = None
+        self.before: Evaluation | None = None
+        self.after: Evaluation | None = None
         if training.shard:
             ranks.shard(self.model)
         self.trainer = make_trainer(
@@ -136,14 +138,14 @@ class Training:
             write_config(self.config, self.out)
         run.say("run", str(self.out))
 
-    def measure(self, name: str | None = None) -> dict:
+    def measure(self, name: str | None = None) -> Evaluation:
         "Evaluate the held-out prompts; all ranks share them."
         run = self.run
         data = self.config, run.heldout, run.reward, name, self.others, run.ranks
         with self.trainer.optimizer.averaged():
             return evaluate_config(self.model, *data)
 
-    def evaluate(self, phase: str) -> dict | None:
+    def evaluate(self, phase: str) -> Evaluation | None:
         "Measure before or after training, and print what came out."
         run, number = self.run, self.config.training.eval_samples
         if not number:
@@ -299,31 +301,15 @@ def check_resume(
     (all are named), or has nothing left to do."""
     resume, model, training = str(config.resume), config.model, config.training
     note = read_note(resume)
-    made = (note["data"] or {}) | note["made_by"]
-    made |= {"number of prompts": made.get("n"), "optimizer": note["options"].get("optimizer")}
-    made |= {f"lora_{name}": value for name, value in (made["lora"] or {}).items()}
-    made["lora"] = made["lora"] is not None
-    here = {
+    made_by = {
         "model": Path(model.name).name,
         "component": model.component,
         "mode": training.mode,
-        "optimizer": training.optimizer,
-        "lora": model.lora,
-        "lora_rank": model.lora_rank,
-        "lora_alpha": model.lora_alpha,
-        "batch_size": training.batch_size,
-        "seed": training.seed,
-        "number of prompts": prompts,
+        "lora": adapter_note(lora_options(config)),
     }
-    # None: the checkpoint does not say
-    wrong = [
-        f"{k} {made[k]}, not {own}" for k, own in here.items() if made.get(k) not in (None, own)
-    ]
-    if wrong:
-        raise UserError(
-            f"--resume {resume}: the checkpoint was made with {'; '.join(wrong)}. Leave these "
-            "options out, and those of the checkpoint's run are taken; or train without --resume."
-        )
+    data = {"n": prompts, "batch_size": training.batch_size, "seed": training.seed}
+    here = {"made_by": made_by, "options": {"optimizer": training.optimizer}, "data": data}
+    check_fits(resume, note, here)
     step = note["step"]
     steps = training.max_steps
     if step >= steps:
