@@ -4,10 +4,9 @@
 
 # %% auto #0
 __all__ = ['LARGEST_SIDE', 'T', 'OF_THE_TINY_MODEL', 'OPTIONS', 'RENAMED', 'GONE', 'MOVED', 'declared_in', 'ModelConfig',
-           'LengthOptions', 'TrainingConfig', 'RewardConfig', 'size_problem', 'DataConfig', 'Config', 'reward_weights',
-           'brought_by_user', 'image_height_width', 'tracker_names', 'part_of', 'trainer_options', 'denoising_problems',
-           'weight_problems', 'has_wandb_key', 'tracker_problems', 'reward_problems', 'is_large', 'default_problems',
-           'check_config', 'to_yaml', 'translate']
+           'LengthOptions', 'TrainingConfig', 'RewardConfig', 'size_problem', 'DataConfig', 'Config', 'part_of',
+           'trainer_options', 'denoising_problems', 'weight_problems', 'has_wandb_key', 'tracker_problems',
+           'reward_problems', 'is_large', 'default_problems', 'check_config', 'to_yaml', 'translate']
 
 # %% ../../nbs/6_run/01_config.ipynb #n005
 import dataclasses
@@ -133,6 +132,11 @@ class TrainingConfig(RecordOptions, OptimizerOptions, StepOptions, LengthOptions
         None, "how many held-out prompts to use, from the first on; null: all", at_least(1)
     )
 
+    @property
+    def tracker_names(self) -> list[str]:
+        "None, one or several."
+        return [self.trackers] if isinstance(self.trackers, str) else list(self.trackers or ())
+
 # %% ../../nbs/6_run/01_config.ipynb #n018
 @dataclass
 class RewardConfig:
@@ -193,6 +197,24 @@ class RewardConfig:
     normalise: Literal["none", "group"] = declared_in(TrainerOptions, "normalise")
     grpo: GRPOOptions = field(default_factory=GRPOOptions)
 
+    def weights(
+        self,
+        dit: bool = False,  # True: those of the denoising policy's own sum
+    ) -> dict[str, float]:  # part -> weight; empty: no part is named
+        "The parts of the reward with their weights. UserError: two parts of one name."
+        metrics, functions = self.metrics or {}, self.functions
+        if dit:
+            metrics, functions = self.dit_metrics or {}, self.dit_functions
+        return metrics | dict.fromkeys(named_functions(functions, tuple(METRICS)), 1.0) | metrics
+
+    def brought(self) -> Brought:
+        "What the user brings for metrics: functions, weights, remote rewards."
+        taken = tuple(METRICS)
+        functions = named_functions(self.functions, taken)
+        functions |= named_functions(self.dit_functions, taken)
+        waits = {"timeout": self.time_limit, "patience": 60 * self.remote_patience}
+        return Brought(functions, self.models or {}, self.remote or {}, waits)
+
 # %% ../../nbs/6_run/01_config.ipynb #n021
 LARGEST_SIDE = 4096  # pixels; the model was trained up to 2048
 
@@ -250,6 +272,11 @@ class DataConfig:
         "folder of their source images; null: source_images next to the file, if it exists",
     )
 
+    @property
+    def size(self) -> tuple[int, int]:
+        "Height and width of the images in pixels."
+        return height_width(self.image_size)
+
 # %% ../../nbs/6_run/01_config.ipynb #n024
 @dataclass
 class Config:
@@ -276,42 +303,6 @@ class Config:
     origins = None  # type: dict[str, str] | None  # option -> where it was set; else: default
     read_from = None  # type: str | None  # a line that names the --config file, with its digest
 
-# %% ../../nbs/6_run/01_config.ipynb #n032
-def reward_weights(
-    config: Config,
-    dit: bool = False,  # True: the denoising policy's own sum
-) -> dict[str, float]:  # part -> weight; empty where the denoising policy has no sum of its own
-    "The parts of the reward with their weights. UserError: two parts of one name."
-    reward = config.reward
-    metrics, functions = reward.metrics, reward.functions
-    if dit:
-        metrics, functions = reward.dit_metrics, reward.dit_functions
-    metrics = metrics or {}
-    weights = metrics | dict.fromkeys(named_functions(functions, tuple(METRICS)), 1.0) | metrics
-    if weights or dit:
-        return weights
-    return {"edit": 1.0} if config.training.mode == "i2i" else {"scene": 1.0}
-
-# %% ../../nbs/6_run/01_config.ipynb #n035
-def brought_by_user(config: Config) -> Brought:
-    "What the user brings for metrics: functions, weights, remote rewards."
-    reward, taken = config.reward, tuple(METRICS)
-    functions = named_functions(reward.functions, taken)
-    functions |= named_functions(reward.dit_functions, taken)
-    waits = {"timeout": reward.time_limit, "patience": 60 * reward.remote_patience}
-    return Brought(functions, reward.models or {}, reward.remote or {}, waits)
-
-# %% ../../nbs/6_run/01_config.ipynb #n038
-def image_height_width(config: Config) -> tuple[int, int]:
-    "The image's size in pixels."
-    return height_width(config.data.image_size)
-
-# %% ../../nbs/6_run/01_config.ipynb #n043
-def tracker_names(config: Config) -> list[str]:
-    "The trackers as a list: none, one or several."
-    names = config.training.trackers
-    return [names] if isinstance(names, str) else list(names or ())
-
 # %% ../../nbs/6_run/01_config.ipynb #n046
 T = TypeVar("T")
 
@@ -324,7 +315,7 @@ def part_of(section: Any, cls: type[T]) -> T:
 
 def trainer_options(config: Config) -> TrainerOptions:
     "The options that the trainer takes."
-    height, width = image_height_width(config)
+    height, width = config.data.size
     return TrainerOptions(
         height=height,
         width=width,
@@ -374,21 +365,16 @@ def weight_problems(config: Config) -> Iterator[str]:
             "reward.grpo.beta needs model.lora true: the reference policy is the model with the "
             "adapter switched off. Train with LoRA, or set beta (and dit_beta) to 0."
         )
-    grpo, names = config.reward.grpo, ("clip_range_high", "delta", "beta")
-    if halves == ["dit"]:
-        given = [name for name in names[:2] if getattr(grpo, name) is not None]
-        yield from (
-            f"reward.grpo.{name} is for tokens, and model.component dit trains none. Set "
-            f"reward.grpo.dit_{name}, and {name} to null."
-            for name in given
-        )
-    if halves == ["ar"]:
-        given = [name for name in names if getattr(grpo, f"dit_{name}") is not None]
-        yield from (
-            f"reward.grpo.dit_{name} is for denoising steps, and model.component ar trains none. "
-            f"Set reward.grpo.{name}, and dit_{name} to null."
-            for name in given
-        )
+    grpo = config.reward.grpo
+    for half, prefix, other in (("ar", "", "dit_"), ("dit", "dit_", "")):
+        what = "tokens" if half == "ar" else "denoising steps"
+        for name in ("clip_range_high", "delta", "beta")[: 2 + (half == "dit")]:
+            if half not in halves and getattr(grpo, prefix + name) is not None:
+                yield (
+                    f"reward.grpo.{prefix}{name} is for {what}, and model.component "
+                    f"{model.component} trains none. Set reward.grpo.{other}{name}, and "
+                    f"{prefix}{name} to null."
+                )
     if model.torch_dtype == "float16":
         yield (
             "model.torch_dtype float16 cannot train: most gradients are below its smallest number, "
@@ -416,10 +402,10 @@ def has_wandb_key() -> bool:
         return bool(wandb.api.api_key)
 
 
-def tracker_problems(config: Config) -> Iterator[str]:
+def tracker_problems(names: list[str]) -> Iterator[str]:
     "Trackers that do not exist or are not installed, and W&B without a key."
     writes = os.environ.get("RANK", "0") in ("", "0")
-    for name in tracker_names(config):
+    for name in names:
         if not importlib.util.find_spec(name):
             yield (
                 f"training.trackers {name}: there is no such tracker, or its package is not "
@@ -432,30 +418,30 @@ def tracker_problems(config: Config) -> Iterator[str]:
             )
 
 # %% ../../nbs/6_run/01_config.ipynb #kn019
-def reward_problems(config: Config) -> Iterator[str]:
+def reward_problems(reward: RewardConfig, mode: str) -> Iterator[str]:
     "Names and weights of metrics, models, functions and remote rewards."
-    reward, brought = config.reward, brought_by_user(config)
-    own, remote = brought.functions, brought.remote
+    brought = reward.brought()
+    functions, remote = brought.functions, brought.remote
     for name in sorted({*brought.models} - {*BRING_WEIGHTS}):
         yield f"reward.models.{name}: no such metric. Give weights for one of {[*BRING_WEIGHTS]}."
-    for name in sorted({*own} & {*remote}):
+    for name in sorted({*functions} & {*remote}):
         yield f"reward.remote.{name}: a function has this name. Rename one of them."
     for name, url in remote.items():  # also of a reward that is only measured
         try:
             check_address(url)
         except UserError as e:
             yield f"reward.remote.{name}: {e}"
-    if not (reward.use_advanced or own):  # the distance to the target image
+    if not (reward.use_advanced or functions):  # the distance to the target image
         if reward.normalise == "group":
             yield (
                 "reward.normalise group compares the parts of a weighted sum. Set "
                 "reward.use_advanced true, or take none."
             )
         return
-    known = {*METRICS, *remote, *own}
-    for_edits = {"edit", "edit_check"} if config.training.mode == "t2i" else set()
+    known = {*METRICS, *remote, *functions}
+    for_edits = {"edit", "edit_check"} if mode == "t2i" else set()
     for where, dit in (("reward.metrics", False), ("reward.dit_metrics", True)):
-        weights = reward_weights(config, dit)
+        weights = reward.weights(dit)
         if weights and not any(weights.values()):
             yield f"{where}: all weights are 0. Give one metric a weight, like {{scene: 1.0}}."
         for name in sorted({*weights} - known):
@@ -513,8 +499,8 @@ def check_config(
     rules = [*default_problems(config, trains), *loss_problems(config.reward.grpo)]
     rules += [*denoising_problems(config), *weight_problems(config)]
     if trains:  # evaluations write no curves
-        rules += tracker_problems(config)
-    refuse([*rules, *reward_problems(config)])
+        rules += tracker_problems(config.training.tracker_names)
+    refuse([*rules, *reward_problems(config.reward, config.training.mode)])
 
 # %% ../../nbs/6_run/01_config.ipynb #n049
 def to_yaml(config: Config) -> str:

@@ -25,7 +25,7 @@ from glm_grpo.run.build import (
 )
 from .command_line import TrainOptions, build, load_options, print_note
 from .command_line import read_words, run_command
-from .config import Config, check_config, image_height_width
+from .config import Config, check_config
 from .evaluation import describe_result, evaluate_config, write_eval
 from .report import before_after_grid, write_page
 from ..training.checkpoints import find_checkpoint, read_note, run_folder, whole_checkpoint
@@ -83,12 +83,12 @@ def compare(
 ) -> None:
     """Measure a checkpoint and its baseline on all ranks. The first one writes eval.json,
     before_after.png and, with a checkpoint, page.html, and prints the results."""
-    size = image_height_width(config)
-    _, dataset = open_data(config)
-    reward = make_reward(config)
+    size, seed = config.data.size, config.training.seed
+    _, dataset = open_data(config.data, config.training.mode)
+    reward = make_reward(config.reward, config.model.component)
     check_reward(reward, dataset, *size)
-    others = other_metrics(config, reward)
-    model = load_on_ranks(config, ranks)
+    others = other_metrics(config.reward.brought(), reward)
+    model = load_on_ranks(config.model, seed, ranks)
     check_prompt_lengths(model, dataset, *size)
 
     def measured(folder, name):

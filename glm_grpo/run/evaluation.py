@@ -29,7 +29,7 @@ from ..rewards.perception import image_numbers
 from ..rewards.weighted import PendingRewards
 from .alarms import Evaluation, reward_hacking_alarm, standard_error
 from .build import each_reward, part_weights
-from .config import Config, image_height_width
+from .config import Config
 from ..training.callbacks import Callback
 from ..training.ranks import Ranks
 
@@ -231,7 +231,7 @@ def evaluate_config(
     "Evaluate the first eval_prompts prompts with eval_samples seeds. Every rank calls it."
     training = config.training
     number = min(len(dataset), training.eval_prompts or len(dataset))
-    height, width = image_height_width(config)
+    height, width = config.data.size
     result = evaluate(
         model,
         [dataset[i] for i in range(number)],

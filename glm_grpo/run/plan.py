@@ -24,24 +24,28 @@ from ..model.memory import model_layout, numbers_in, split_samples, trainable_pa
 from ..model.tokens import check_prompt_lengths, check_source_sizes
 from ..model.wrapper import COMPONENTS
 from .build import lora_options
-from .config import Config, image_height_width
+from ..data.rollout import RolloutOptions
+from .config import Config, ModelConfig
 from ..training.ranks import process_count
 
 
-def tokens_of(config: Config) -> int:
+def tokens_of(
+    size: tuple[int, int],  # height and width in pixels
+    mode: str,  # t2i or i2i
+) -> int:
     """Tokens per sample: the large grid with a token per 32 x 32 pixels, and for text-to-image the
     preview of about 256 tokens."""
-    h, w = (side // 32 for side in image_height_width(config))
+    h, w = (side // 32 for side in size)
     preview = int(math.sqrt(h / w) * 16) * int(math.sqrt(w / h) * 16)
-    return h * w + (preview if config.training.mode == "t2i" else 0)
+    return h * w + (preview if mode == "t2i" else 0)
 
 
-def deciding_steps(config: Config) -> int:
+def deciding_steps(rollout: RolloutOptions) -> int:
     "Decisions per image that the DiT learns from. Of noisy steps, the last adds no noise."
-    if config.rollout.dit_objective != "steps":
-        return config.rollout.matching_times
-    noisy = max(0, config.rollout.num_inference_steps - 1)
-    return min(config.rollout.window or noisy, noisy)
+    if rollout.dit_objective != "steps":
+        return rollout.matching_times
+    noisy = max(0, rollout.num_inference_steps - 1)
+    return min(rollout.window or noisy, noisy)
 
 
 def count_work(
@@ -53,7 +57,7 @@ def count_work(
     training = config.training
     grpo = config.reward.grpo
     component = config.model.component
-    steps = training.max_steps
+    tokens, steps = tokens_of(config.data.size, training.mode), training.max_steps
     every = training.eval_interval
     samples = steps * training.batch_size * grpo.group_size
     images = samples * (grpo.images_per_sample if component == "both" else 1)
@@ -64,28 +68,30 @@ def count_work(
         "steps": steps,
         "passes through the prompts": round(steps * training.batch_size / prompts, 1),
         "images": images,
-        "tokens to learn from": samples * tokens_of(config) * (component != "dit"),
-        "denoising steps to learn from": images * deciding_steps(config) * (component != "ar"),
+        "tokens to learn from": samples * tokens * (component != "dit"),
+        "denoising steps to learn from": images
+        * deciding_steps(config.rollout)
+        * (component != "ar"),
         "optimizer steps": steps * training.updates_per_rollout * training.mini_batches,
         "images in evaluations": evaluations * evaluated,
     }
 
 # %% ../../nbs/6_run/17_plan.ipynb #w016
 def count_trained(
-    config: Config,
+    model: ModelConfig,
     layout: dict,  # of `model_layout`
 ) -> dict[str, int]:  # half that trains -> number of trained parameters
     "Count the trained parameters. UserError: an adapter for a layer that does not exist."
     counts = {}
-    lora = lora_options(config)
-    for half in COMPONENTS[config.model.component]:
-        model = build_part(half, layout[half]["config"])  # without the memory of its weights
+    lora = lora_options(model)
+    for half in COMPONENTS[model.component]:
+        part = build_part(half, layout[half]["config"])  # without the memory of its weights
         if lora:
-            add_lora(model, lora, half=half)
+            add_lora(part, lora, half=half)
         else:
-            for part in trainable_parts(half, model):
-                part.requires_grad_(True)
-        counts[half] = sum(p.numel() for p in model.parameters() if p.requires_grad)
+            for trained in trainable_parts(half, part):
+                trained.requires_grad_(True)
+        counts[half] = sum(p.numel() for p in part.parameters() if p.requires_grad)
     return counts
 
 # %% ../../nbs/6_run/17_plan.ipynb #m007
@@ -115,7 +121,7 @@ class Step:
     def __post_init__(self):
         config, rollout, grpo = self.config, self.config.rollout, self.config.reward.grpo
         training, component = config.training, config.model.component
-        self.trained = count_trained(config, self.layout)
+        self.trained = count_trained(config.model, self.layout)
         prompts = max(1, training.batch_size // self.processes)
         self.images = self.samples = prompts * grpo.group_size
         if component == "dit":
@@ -123,8 +129,8 @@ class Step:
         elif component == "both":
             self.images *= grpo.images_per_sample
         self.micro_batch = min(training.micro_batch_size or self.images, self.images)
-        self.new_tokens = tokens_of(config)
-        self.pixels = math.prod(image_height_width(config))
+        self.new_tokens = tokens_of(config.data.size, training.mode)
+        self.pixels = math.prod(config.data.size)
         text = self.layout["ar"]["config"]["text_config"]
         width, feed = text["hidden_size"], text["intermediate_size"]
         layers, tokens = text["num_hidden_layers"], self.prompt_tokens + self.new_tokens
@@ -187,7 +193,7 @@ def estimate_memory(
     adamw = 2 + 8 / 256 if training.optimizer == "adamw_8bit" else 8
     averaged = trained * (training.ema_decay is not None)
     averaged += of_dit * (training.slow_copy_decay is not None)
-    latents = 3 * deciding_steps(config) + 1 if of_dit else 0
+    latents = 3 * deciding_steps(config.rollout) + 1 if of_dit else 0
     latents *= layout["dit"]["config"]["in_channels"] * step.pixels // 64
     kept = {
         # adapters, or float32 copies of weights in a shorter format
@@ -244,18 +250,19 @@ def read_machine(
 
 # %% ../../nbs/6_run/17_plan.ipynb #n010
 def longest_prompt(
-    config: Config,
+    model: ModelConfig,
+    size: tuple[int, int],  # height and width of the images in pixels
     *datasets: T2IDataset,
 ) -> int:  # tokens; where the model was not downloaded yet: a third of its bytes and 32
     "UserError: a prompt is too long for the model, or a source has a size that it does not read."
-    folder = local_folder(config.model.name, config.model.revision)
+    folder = local_folder(model.name, model.revision)
     if folder is None:
         for edits in (data for data in datasets if isinstance(data, I2IDataset)):
             check_source_sizes(edits)
         return max(len(p.encode()) for data in datasets for p in data.prompts) // 3 + 32
     parts = load_prompt_parts(folder)
-    size = image_height_width(config)
-    return max(check_prompt_lengths(parts, data, *size) for data in datasets) - tokens_of(config)
+    tokens = max(check_prompt_lengths(parts, data, *size) for data in datasets)
+    return tokens - tokens_of(size, "i2i" if isinstance(datasets[0], I2IDataset) else "t2i")
 
 # %% ../../nbs/6_run/17_plan.ipynb #n016
 LESS_MEMORY = (
@@ -289,7 +296,7 @@ def plan(
     layout = model_layout(model.name, model.revision)
     total = sum(numbers_in(part["shapes"]) for part in layout.values())
     room = bytes_for_tokens(device, total * dtype.itemsize, memory)
-    longest = longest_prompt(config, dataset, heldout)
+    longest = longest_prompt(model, config.data.size, dataset, heldout)
     step = Step(config, layout, longest, dtype, processes, room)
     trained = ", ".join(f"{half} {n:,}" for half, n in step.trained.items())
     say("model", f"{model.name}: {total:,} numbers in {dtype}, of which train: {trained}")

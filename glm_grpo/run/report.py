@@ -26,7 +26,7 @@ from glm_grpo.run.alarms import (
     compare_evaluations,
     reward_hacking_alarm,
 )
-from .config import Config
+from .config import ModelConfig
 from ..training.agreement import Agreement
 from ..training.figures import ShownFigure, image_grid, png_address, step_curves
 
@@ -120,7 +120,8 @@ def merge_equal(
 
 
 def run_facts(
-    config: Config,
+    model: ModelConfig,
+    max_steps: int,
     lines: Sequence[dict],  # of metrics.jsonl
 ) -> dict[str, str]:
     "What was run: the command, the date, the model, the steps."
@@ -129,8 +130,8 @@ def run_facts(
     return {
         "command": shlex.join(["python", *sys.orig_argv[1:]]),
         "date": time.strftime("%Y-%m-%d %H:%M"),
-        "model": f"{config.model.name}, trained: {config.model.component}",
-        "steps": f"{done} of {config.training.max_steps}, {seconds / 60:.1f} minutes",
+        "model": f"{model.name}, trained: {model.component}",
+        "steps": f"{done} of {max_steps}, {seconds / 60:.1f} minutes",
     }
 
 

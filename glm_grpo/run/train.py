@@ -39,7 +39,7 @@ from glm_grpo.run.build import (
     resolve,
 )
 from .command_line import parse_args, run_command, words_to_go_on
-from .config import Config, check_config, image_height_width, to_yaml
+from .config import Config, check_config, to_yaml
 from glm_grpo.run.evaluation import (
     PeriodicEvaluation,
     describe_result,
@@ -68,19 +68,20 @@ class Run:
         held: contextlib.ExitStack,  # for the lock of the folder
     ):
         self.config, self.ranks, self.interrupts, self.held = config, ranks, interrupts, held
-        self.size = image_height_width(config)
+        self.size = config.data.size
         self.out: Path | None = None  # the folder, until `take_folder`
         for line in unused_settings():
             self.say("note", line)
-        self.dataset, self.heldout = open_data(config)
-        # of the checkpoint that it resumes from
-        self.first_step = check_resume(config, len(self.dataset)) if config.resume else 0
-        for line in describe_newer(config, self.first_step):
-            self.say("note", line)
-        self.reward = make_reward(config)
+        self.dataset, self.heldout = open_data(config.data, config.training.mode)
+        self.first_step = 0  # that of the checkpoint that it resumes from
+        if config.resume:
+            self.first_step = check_resume(config, len(self.dataset))
+            for line in describe_newer(config.training.output_dir, self.first_step):
+                self.say("note", line)
+        self.reward = make_reward(config.reward, config.model.component)
         for prompts in (self.dataset, self.heldout):
             check_reward(self.reward, prompts, *self.size)
-        self.say("data", describe_data(config, self.dataset, self.heldout))
+        self.say("data", describe_data(config.data, self.dataset, self.heldout))
         for line in describe_apostrophes(self.dataset, self.heldout):
             self.say("note", line)
         for policy, one in each_reward(self.reward).items():
@@ -110,7 +111,7 @@ class Training:
         several = f" on {ranks.world} ranks" if ranks.world > 1 else ""
         run.say("model", f"loading {config.model.name}{several}")
         self.run = run
-        self.model = load_on_ranks(config, ranks)
+        self.model = load_on_ranks(config.model, training.seed, ranks)
         run.say("", repr(self.model))
         for prompts in (run.dataset, run.heldout):
             check_prompt_lengths(self.model, prompts, *run.size)
@@ -119,7 +120,9 @@ class Training:
         run.out = self.out
         self.interrupted = self.out / "checkpoints" / "checkpoint_interrupt"
         self.config = with_options(config, {"training.output_dir": str(self.out)})
-        self.others = other_metrics(config, run.reward) if training.eval_samples else ({}, {})
+        self.others: tuple[dict, dict] = {}, {}
+        if training.eval_samples:
+            self.others = other_metrics(config.reward.brought(), run.reward)
         self.watch = PeriodicEvaluation(
             self.out / "eval_history.jsonl",
             self.measure,
@@ -305,7 +308,7 @@ def check_resume(
         "model": Path(model.name).name,
         "component": model.component,
         "mode": training.mode,
-        "lora": adapter_note(lora_options(config)),
+        "lora": adapter_note(lora_options(model)),
     }
     data = {"n": prompts, "batch_size": training.batch_size, "seed": training.seed}
     here = {"made_by": made_by, "options": {"optimizer": training.optimizer}, "data": data}
@@ -321,20 +324,17 @@ def check_resume(
 
 
 def describe_newer(
-    config: Config,
+    out: str | None,  # folder of a resumed run
     step: int,  # that the run goes on from
 ) -> list[str]:
-    "A sentence, if checkpoints of later steps are in the folder of the run."
-    out = config.training.output_dir
-    newer = newer_than(Path(out) / "checkpoints", step) if config.resume and out else []
-    if not newer:
-        return []
+    "A sentence, if checkpoints of later steps are in the folder."
+    newer = newer_than(Path(out) / "checkpoints", step) if out else []
     names = ", ".join(checkpoint.name for checkpoint in newer)
     return [
         f"{out} has checkpoints after step {step}: {names}. They stay until this run "
         "saves the same steps, and --resume latest takes the furthest. To keep the two apart, give "
         "another --output_dir"
-    ]
+    ] * bool(newer)
 
 # %% ../../nbs/6_run/19_train.ipynb #n016
 def read_metrics(path: str | Path) -> list[dict]:
@@ -374,7 +374,7 @@ def write_results(training: Training) -> None:
             history=watch.history,
             lines=lines,
             agreement=training.trainer.agreement,
-            facts=run_facts(training.config, lines),
+            facts=run_facts(training.config.model, training.config.training.max_steps, lines),
         )
     if lines:
         save_figure(step_curves(lines, watch.history), out / "reward_curve.png")
@@ -387,7 +387,7 @@ def command(training: Training, checkpoint: str | Path) -> str:
     if training.trainer.step == config.training.max_steps and final.is_dir():
         program = "evaluate --checkpoint"
         checkpoint = final
-    return f"python -m glm_grpo.{program} {checkpoint}{words_to_go_on(config)}"
+    return f"python -m glm_grpo.{program} {checkpoint}{words_to_go_on(config.reward)}"
 
 
 def stop(
