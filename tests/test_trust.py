@@ -121,13 +121,13 @@ def test_what_the_command_names_is_the_users_own(theirs):
     file = theirs / "config.yaml"
     named = ["--reward.functions", f"{theirs}/code.py:good", "--reward.remote.x"]
     for words in (["--config", str(file)], [*named, "http://127.0.0.1:9/"]):
-        config = parse_args(["--resume", str(theirs), *words], say=str)
+        config = parse_args(["--resume", str(theirs), *words])
         assert f"{theirs}/code.py:good" in config.reward.functions
-        assert parse_args(words, run=theirs, say=str).reward.remote
+        assert parse_args(words, run=theirs).reward.remote
     assert parse_args(["--config", str(file)]).reward.functions  # a new run with these options
     only_code = ["--resume", str(theirs), "--reward.remote", "null", "--trust_run_code"]
-    assert parse_args(only_code, say=str).reward.functions
-    assert "code.py" in refusal(parse_args, [*only_code, "--trust_run_code", "false"], say=str)
+    assert parse_args(only_code).reward.functions
+    assert "code.py" in refusal(parse_args, [*only_code, "--trust_run_code", "false"])
     assert "code.py" in refusal(parse_args, [], run=theirs)  # whatever program asks
 
 

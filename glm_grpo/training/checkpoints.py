@@ -30,45 +30,39 @@ from .options import TrainerOptions
 
 # %% ../../nbs/5_training/12_checkpoints.ipynb #n011
 def differences(
-    saved: dict,  # options in the note of a checkpoint
-    here: dict,  # in the note of this run
+    saved: dict,  # name -> value in a checkpoint
+    here: dict,  # in this run
 ) -> list[str]:
-    "The differences, one sentence each."
-    names = {**saved, **here}
-    return [
-        f"{name}: {saved.get(name)} in the checkpoint, {here.get(name)} here"
-        for name in names
-        if saved.get(name) != here.get(name)
-    ]
+    "What both know and is not the same, a few words each."
+    both = [(name, saved.get(name, value), value) for name, value in here.items()]
+    return [f"{name} {was}, not {value}" for name, was, value in both if was != value]
 
 
 def facts_of(
-    note: dict[str, Any],  # as `make_note` writes it
+    note: dict[str, Any],  # as `make_note` writes it; before a model is loaded it has less
 ) -> dict[str, Any]:
-    "What a checkpoint must share with the run that goes on from it."
+    "What a checkpoint must share with the run that goes on from it, as far as it is known."
     made_by, data = note["made_by"], note["data"] or {}
     facts = made_by | {"lora": made_by["lora"] is not None}
     facts |= {f"lora_{name}": value for name, value in (made_by["lora"] or {}).items()}
     facts["optimizer"] = note["options"].get("optimizer", "adamw")
     facts |= {"batch_size": data.get("batch_size"), "seed": data.get("seed")}
-    return facts | {"number of prompts": data.get("n")}
+    facts["number of prompts"] = data.get("n")
+    return {name: value for name, value in facts.items() if value is not None}
 
 
 def check_fits(
     path: str | Path,  # of the checkpoint
     note: dict[str, Any],  # its own
-    here: dict[str, Any],  # that of this run; before a model is loaded it has less
+    here: dict[str, Any],  # that of this run
 ) -> None:
     "UserError: the checkpoint has another model, adapter, optimizer or data; all are named."
-    saved, wrong = facts_of(note), []
-    for name, value in facts_of(here).items():
-        if value is not None and saved.get(name) not in (None, value):  # None: not known
-            wrong.append(f"{name} {saved[name]}, not {value}")
-    if wrong:
+    if wrong := differences(facts_of(note), facts_of(here)):
         raise UserError(
             f"--resume {path}: the checkpoint was made with {'; '.join(wrong)}. Leave these "
             "options out, and those of the checkpoint's run are taken; or train without --resume."
         )
+
 
 # %% ../../nbs/5_training/12_checkpoints.ipynb #n014
 def adapter_note(
@@ -292,7 +286,8 @@ def load_checkpoint(
         except UserError as error:
             raise UserError(f"{path / 'trainer.json'}: {error}") from None
     if other := differences(note["options"], here["options"]):
-        warnings.warn(f"{path}: {'; '.join(other)}. This run's values apply.", stacklevel=3)
+        changed = "; ".join(other)
+        warnings.warn(f"{path}: made with {changed}. This run's values apply.", stacklevel=3)
     trainer.model.load_adapter(path)
     optimizer.load_state_dict(adamw, masters)
     trainer.ranks.unshard()
