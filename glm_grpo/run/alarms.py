@@ -72,7 +72,7 @@ class Evaluation:
     metrics: dict[str, float] = field(default_factory=dict)  # name -> mean
     statistics: dict[str, float] = field(default_factory=dict)
     diversity: float | None = None  # mean over prompts; None: one seed
-    # of metrics, statistics, diversity: name -> [P][S], None: nothing to score
+    # metrics, statistics and diversity: name -> [P][S], None: nothing to score
     values: dict[str, Any] = field(default_factory=dict)
     not_measured: dict[str, str] = field(default_factory=dict)  # name -> reason
     seeds: list = field(default_factory=list)

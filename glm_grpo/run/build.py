@@ -229,8 +229,8 @@ def lora_options(model: ModelConfig) -> LoraOptions | None:
 
 def load_model(
     model: ModelConfig,
-    seed: int,  # of the adapters
-    device: str | torch.device | None = None,  # of this rank; None: model.device
+    seed: int,  # for the numbers that the adapters begin with
+    device: str | torch.device | None = None,  # this rank's; None: model.device
 ) -> GLMImageWrapper:
     "The model of a run. UserError: the folder is not such a model, or the device is missing."
     return GLMImageWrapper(

@@ -51,7 +51,7 @@ SHORT = {
 
 def split_name(
     name: str,  # reward.metrics, also reward.metrics.scene
-    options: dict[str, Field],  # of `list_options`
+    options: dict[str, Field],  # a result of `list_options`
 ) -> tuple[str, str]:  # the option, and the entry of its value; empty: none
     "The option of this name, or the one whose value has this entry."
     for full, declared in options.items():
@@ -74,7 +74,7 @@ def refuse_name(
 
 # %% ../../nbs/6_run/04_command_line.ipynb #cce86d06d
 def read_value(
-    name: str,  # of an option, or of an entry of its value
+    name: str,  # an option's, or that of an entry of its value
     value: Any,  # as it is typed, or from a file
     options: dict[str, Field] = OPTIONS,
 ) -> Any:  # as the option's type has it
@@ -193,7 +193,7 @@ def metrics_help() -> str:
 
 def help_text(
     program: type,  # the docstring is the help; a line like "  --seed" stands for this option
-    options: dict[str, Field],  # of the program
+    options: dict[str, Field],  # the program's
     whole: bool = False,  # --help all: every option, what to watch, statuses, metrics
 ) -> str:
     "The help of a program. An option has its default, and unless `whole` only its first sentence."
@@ -302,7 +302,7 @@ def words_to_go_on(reward: RewardConfig) -> str:
 
 
 def check_trust(
-    reward: RewardConfig,  # of a run
+    reward: RewardConfig,  # a run's
     named: RewardConfig,  # only what the command line and the file of --config give
     file: Path,  # the run's config.yaml
     trusted: bool,  # the user allows the run's code
@@ -347,7 +347,7 @@ def began_with(
 
 
 def rising_rates(
-    was: TrainingConfig,  # of the run
+    was: TrainingConfig,  # in the run
     now: TrainingConfig,
     step: float,  # that is done
 ) -> Iterator[str]:
@@ -369,7 +369,7 @@ def rising_rates(
 
 
 def changes_of(
-    config: Config,  # of a resumed run
+    config: Config,  # options of a resumed run
     before: Config,  # the run's own
     checkpoint: Path | None = None,  # from which it goes on
 ) -> Iterator[str]:
@@ -431,7 +431,6 @@ def parse_args(
 ) -> Config:  # not yet checked
     "As `load_options`, of words. UserError, SystemExit(0) also as `read_words`."
     return load_options(read_words(argv, TrainOptions), run)
-
 
 # %% ../../nbs/6_run/04_command_line.ipynb #n024
 def run_command(

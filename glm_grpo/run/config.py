@@ -534,7 +534,7 @@ MOVED = {  # values elsewhere -> here; None: images are found without a name
 
 
 def translate(
-    name: str,  # of an option, or of an entry of its value
+    name: str,  # an option's, or that of an entry of its value
     value: Any,
 ) -> tuple[str, Any, str]:  # today's name and value, and a note if they differ
     "An option of the first plan or of an older run as it is written here."

@@ -43,7 +43,7 @@ def measure_prompts(
     rewards: list[Callable],
     seeds: Collection[int | str],  # S
     metrics: dict[str, Callable],
-    options: dict,  # of generate_with_tracking
+    options: dict,  # more arguments of generate_with_tracking
 ) -> tuple[dict[tuple[str, str], Tensor], dict[str, str]]:
     """Sample and score the prompts. (kind, name) -> [p, S], also of the images [p, S, 3, h, w]
     uint8, of at most SHOWN pixels; and metric -> UserError, where there was one."""
@@ -75,7 +75,7 @@ def measure_prompts(
         for name, one in others.items():
             try:
                 one.rest(rows, sampled)
-            except UserError as e:  # of a metric that failed with some seed, nothing counts
+            except UserError as e:  # a metric that failed with some seed is left out
                 failed[name] = str(e)
         columns.append((sampled.clamp(0, 1) * 255).round().byte().cpu())
     sums = [one.rewards() for one in pending]
@@ -106,7 +106,7 @@ def without_nan(table: Iterable[Iterable[float]]) -> list[list[float | None]]:
 
 def summarise(
     batch: dict,  # with requests [P]
-    tables: dict[tuple[str, str], Tensor],  # of all prompts, as of `measure_prompts`
+    tables: dict[tuple[str, str], Tensor],  # results of `measure_prompts`, for all prompts
     not_measured: dict[str, str],
 ) -> Evaluation:
     "Means and single values."
@@ -152,13 +152,13 @@ def summarise(
 def evaluate(
     model: Any,  # GLMImageWrapper, or anything with its generate_with_tracking
     items: Sequence[dict],  # P, of a dataset
-    reward_function: Callable | dict[str, Callable],  # of a dict, the sum is measured
+    reward_function: Callable | dict[str, Callable],  # a dict: their sum is measured
     *,
     seeds: Sequence[int | str] = (0,),  # S: each prompt is sampled once with each
     metrics: dict[str, Callable] | None = None,  # measured in addition to the rewards
     bar: str | None = None,  # name of a progress bar; None: no bar
     ranks: Ranks | None = None,  # they share the prompts; None: one process
-    **options,  # of generate_with_tracking: height, width, num_inference_steps, temperature...
+    **options,  # arguments of generate_with_tracking: height, width, num_inference_steps, temperature...
 ) -> Evaluation:
     """Measure rewards, metrics and statistics with seeds that training never uses. The model does
     not change. Every rank must call it and returns the same result. UserError, RewardError as
@@ -224,7 +224,7 @@ def evaluate_config(
     config: Config,
     dataset: T2IDataset,  # held-out prompts
     reward: Callable | dict[str, Callable],
-    name: str | None,  # of the progress bar; None: no bar
+    name: str | None,  # label of the progress bar; None: no bar
     others: tuple[dict, dict],  # result of `other_metrics`: also measured
     ranks: Ranks | None = None,  # they share the prompts; None: one process
 ) -> Evaluation:

@@ -79,7 +79,7 @@ def count_work(
 # %% ../../nbs/6_run/17_plan.ipynb #w016
 def count_trained(
     model: ModelConfig,
-    layout: dict,  # of `model_layout`
+    layout: dict,  # result of `model_layout`
 ) -> dict[str, int]:  # half that trains -> number of trained parameters
     "Count the trained parameters. UserError: an adapter for a layer that does not exist."
     counts = {}
@@ -101,10 +101,10 @@ class Transformer:
 
     width: int
     layers: int
-    tokens: int  # of a prompt and its image, or patches of an image
+    tokens: int  # those of a prompt and its image, or patches of an image
     kept: int  # numbers that a layer keeps of a token for its backward pass
     in_use: int  # more of them while the backward pass is in the layer
-    passes: int  # of an image through the half, together in the update
+    passes: int  # how often an image goes through the half, together in the update
 
 
 @dataclass
@@ -112,11 +112,11 @@ class Step:
     "What one process works on in a training step."
 
     config: Config
-    layout: dict  # of `model_layout`
-    prompt_tokens: int = 64  # of the longest prompt, about
-    dtype: torch.dtype = torch.bfloat16  # of the weights
+    layout: dict  # result of `model_layout`
+    prompt_tokens: int = 64  # length of the longest prompt, about
+    dtype: torch.dtype = torch.bfloat16  # number format of the weights
     processes: int = 1  # they share the prompts, and with `training.shard` what trains
-    room: int | None = None  # of `bytes_for_tokens`; None: tokens are sampled all at once
+    room: int | None = None  # bytes, see `bytes_for_tokens`; None: tokens are sampled all at once
 
     def __post_init__(self):
         config, rollout, grpo = self.config, self.config.rollout, self.config.reward.grpo

@@ -62,7 +62,7 @@ def level_variances(
 
 def variance_parts(
     rewards: Tensor,  # [Q, P, K, M]: prompts, previews, large grids, images
-    resamples: int = 1000,  # of the bootstrap over prompts
+    resamples: int = 1000,  # draws of the bootstrap over prompts
 ) -> dict[str, tuple[float, float]]:
     """The share of each level in the reward's variance, with its standard error: "prompts" of the
     whole variance, the others of the variance within a prompt. NaN where there is none."""
@@ -84,7 +84,7 @@ def group_numbers(
 ) -> dict[str, float]:
     """Mean reward and mean of the best of P previews; the share of prompts whose previews have
     equal rewards, and of token samples whose images have."""
-    # of an edit, which has no preview, the large grids are compared
+    # an edit has no preview: its large grids are compared
     tokens = rewards[:, 0] if rewards.shape[1] == 1 else rewards[:, :, 0]  # [Q, P, M] or [Q, K, M]
     means = tokens.mean(2)
     return {
@@ -96,8 +96,8 @@ def group_numbers(
 
 # %% ../../nbs/6_run/15_probe.ipynb #3145ab29
 def advice(
-    parts: dict[str, tuple[float, float]],  # of `variance_parts`
-    numbers: dict[str, float],  # of `group_numbers`
+    parts: dict[str, tuple[float, float]],  # result of `variance_parts`
+    numbers: dict[str, float],  # result of `group_numbers`
 ) -> str:
     "What the numbers suggest, in one or two sentences."
     if numbers["equal_tokens"] > 0.9 and numbers["equal_images"] > 0.9:
@@ -129,11 +129,11 @@ def advice(
 def sample_trees(
     model: GLMImageWrapper,
     dataset: T2IDataset,  # training prompts
-    reward: Callable | dict[str, Callable],  # of `make_reward`
+    reward: Callable | dict[str, Callable],  # result of `make_reward`
     num_prompts: int,
     shape: Sequence[int],  # P previews, K large grids of each, M images of each
     seed: int,
-    **options,  # of generate_with_tracking: height, width, options
+    **options,  # arguments of generate_with_tracking: height, width, options
 ) -> dict[str, Tensor]:  # reward, and its parts -> [Q, P, K, M]
     "The rewards of all images of the trees of the first prompts that differ."
     of_prompts: dict[str, list[Tensor]] = {}

@@ -38,7 +38,7 @@ def score_text(reward: float | None) -> str:
 
 def before_after_grid(
     before: Evaluation,
-    after: Evaluation | None,  # of the trained model; None: one image per prompt
+    after: Evaluation | None,  # the trained model; None: one image per prompt
 ) -> ShownFigure:
     """The first twelve prompts, with the same seed side by side, each with its reward; for edits
     with the source."""
@@ -62,7 +62,7 @@ def masked(rewards: Sequence) -> np.ma.MaskedArray:
 def _card(
     i: int,  # number of the prompt
     results: dict[str, Evaluation],  # before and, perhaps, after
-    difference: float,  # of the prompt's mean rewards
+    difference: float,  # after minus before, of the prompt's mean rewards
 ) -> dict:
     "One prompt: the images of the seed that changed most, its rewards and metrics."
     first = results["before"]
@@ -106,7 +106,7 @@ def number_text(
 
 
 def merge_equal(
-    changes: Sequence[Change],  # of `compare_evaluations`
+    changes: Sequence[Change],  # result of `compare_evaluations`
 ) -> list[Change]:
     "The rows of the table: what shows the same numbers, up to the sign, has one row."
     rows: dict[tuple[float, float], Change] = {}
@@ -122,7 +122,7 @@ def merge_equal(
 def run_facts(
     model: ModelConfig,
     max_steps: int,
-    lines: Sequence[dict],  # of metrics.jsonl
+    lines: Sequence[dict],  # lines of metrics.jsonl
 ) -> dict[str, str]:
     "What was run: the command, the date, the model, the steps."
     seconds = sum(line.get("seconds") or 0 for line in lines)
@@ -136,7 +136,7 @@ def run_facts(
 
 
 def write_page(
-    path: str | Path,  # of the HTML file
+    path: str | Path,  # the HTML file
     before: Evaluation,
     after: Evaluation
     | None,  # of the trained model, on the same prompts and seeds; None: interrupted
@@ -144,8 +144,8 @@ def write_page(
     trained: Sequence[str] = (),  # names of the metrics that have a weight in the reward
     # evaluations of the whole run, for the alarm and its curves; None: these two
     history: Sequence[Evaluation] | None = None,
-    lines: Sequence[dict] = (),  # of metrics.jsonl, for the curves of the steps
-    agreement: Agreement | None = None,  # of sampling and scoring, before the first update
+    lines: Sequence[dict] = (),  # lines of metrics.jsonl, for the curves of the steps
+    agreement: Agreement | None = None,  # that of sampling and scoring before the first update
     facts: dict[str, str] | None = None,  # what was run, as of `run_facts`
     title: str = "Before and after training",
 ) -> None:

@@ -218,7 +218,7 @@ def make_folder(
     while True:
         number += 1
         out = Path("outputs") / f"run_{number:03d}"
-        with contextlib.suppress(FileExistsError):  # of another run
+        with contextlib.suppress(FileExistsError):  # another run has it
             out.mkdir(parents=True)
             return out
 

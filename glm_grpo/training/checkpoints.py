@@ -63,7 +63,6 @@ def check_fits(
             "options out, and those of the checkpoint's run are taken; or train without --resume."
         )
 
-
 # %% ../../nbs/5_training/12_checkpoints.ipynb #n014
 def adapter_note(
     lora: Any,  # None: all weights train

@@ -83,7 +83,7 @@ def sample_grid(experience: Experience) -> ShownFigure:
 # %% ../../nbs/5_training/13_figures.ipynb #c13a004
 def save_figure(
     figure: ShownFigure,
-    path: str | Path,  # of the PNG
+    path: str | Path,  # the PNG
 ) -> None:
     "Write a figure as a PNG, complete or not at all."
     with atomic_write(path, "wb") as f:
@@ -99,7 +99,7 @@ HEALTH = {"grad_norm": "gradient norm", "clip_fraction": "clip fraction", "kl": 
 
 
 def step_curves(
-    lines: Sequence[dict],  # of metrics.jsonl: step, reward_mean, perhaps those of HEALTH
+    lines: Sequence[dict],  # lines of metrics.jsonl: step, reward_mean, perhaps those of HEALTH
     evaluations: Sequence[Any] = (),  # with step, reward_mean, standard_error
     health: bool = True,  # False: only the reward, in a small figure
 ) -> ShownFigure:
