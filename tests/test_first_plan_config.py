@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from glm_grpo.data.basics import refusal
-from glm_grpo.data.basics import option_value
+from glm_grpo.data.options import option_value
 from glm_grpo.run.command_line import parse_args
 from glm_grpo.run.config import check_config
 

@@ -9,7 +9,8 @@ from unittest import mock
 import pytest
 from helpers import GREEN, ROOT, evaluate_main, files, main, small, steps, told
 
-from glm_grpo.data.basics import list_options, refusal
+from glm_grpo.data.basics import refusal
+from glm_grpo.data.options import list_options
 from glm_grpo.run.command_line import OPTIONS, parse_args
 from glm_grpo.run.evaluate import EvaluateOptions
 

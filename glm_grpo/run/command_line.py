@@ -27,8 +27,10 @@ from typing import Any, NoReturn, TypeVar
 
 from jsonargparse import ArgumentError, ArgumentParser
 
-from ..data.basics import UserError, at_least, list_options, option
-from ..data.basics import option_value, problem_with, read_entries, refuse, shown
+from ..data.basics import UserError
+from ..data.options import at_least, list_options, option
+from ..data.basics import refuse, shown
+from ..data.options import option_value, problem_with, read_entries
 from ..rewards.registry import METRICS, function_places, load_function
 from ..rewards.remote import TOKEN, serve
 from .config import GONE, OPTIONS, Config, RewardConfig, TrainingConfig

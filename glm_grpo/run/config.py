@@ -20,8 +20,10 @@ from typing import Any, Literal, TypeVar
 
 import yaml
 
-from ..data.basics import above, at_least, bundled, check_options, list_options, option
-from ..data.basics import UserError, option_value, refuse, shown
+from ..data.basics import bundled
+from ..data.options import above, at_least, check_options, list_options, option
+from ..data.basics import UserError, refuse, shown
+from ..data.options import option_value
 from ..data.images import height_width
 from ..data.rollout import RolloutOptions
 from ..model.adapters import LoraOptions

@@ -9,7 +9,8 @@ __all__ = ['EvaluateOptions', 'compare', 'evaluate_command', 'main']
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ..data.basics import UserError, check_output_folder, option
+from ..data.basics import UserError, check_output_folder
+from ..data.options import option
 from ..model.tokens import check_prompt_lengths
 from ..rewards.calling import RewardError
 from .alarms import compare_evaluations

@@ -158,7 +158,7 @@ def evaluate(
     metrics: dict[str, Callable] | None = None,  # measured in addition to the rewards
     bar: str | None = None,  # name of a progress bar; None: no bar
     ranks: Ranks | None = None,  # they share the prompts; None: one process
-    **options,  # arguments of generate_with_tracking: height, width, num_inference_steps, temperature...
+    **options,  # arguments of generate_with_tracking: height, width, temperature...
 ) -> Evaluation:
     """Measure rewards, metrics and statistics with seeds that training never uses. The model does
     not change. Every rank must call it and returns the same result. UserError, RewardError as

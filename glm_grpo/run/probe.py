@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from ..data.basics import UserError, at_least, atomic_write, check_output_folder, option
+from ..data.basics import UserError, atomic_write, check_output_folder
+from ..data.options import at_least, option
 from ..data.prompts import T2IDataset, collate
 from ..maths.advantages import equal_groups
 from ..maths.noise import SampleNames, named_generator, request_names

@@ -138,8 +138,7 @@ def run_facts(
 def write_page(
     path: str | Path,  # the HTML file
     before: Evaluation,
-    after: Evaluation
-    | None,  # of the trained model, on the same prompts and seeds; None: interrupted
+    after: Evaluation | None,  # trained, the same prompts and seeds; None: interrupted
     *,
     trained: Sequence[str] = (),  # names of the metrics that have a weight in the reward
     # evaluations of the whole run, for the alarm and its curves; None: these two

@@ -24,7 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..data.basics import UserError, atomic_dir, list_options, option_value
+from ..data.basics import UserError, atomic_dir
+from ..data.options import list_options, option_value
 from .optimizer import PolicyOptimizer
 from .options import TrainerOptions
 
