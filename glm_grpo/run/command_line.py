@@ -33,8 +33,7 @@ from ..data.basics import refuse, shown
 from ..data.options import option_value, problem_with, read_entries
 from ..rewards.registry import METRICS, function_places, load_function
 from ..rewards.remote import TOKEN, serve
-from .config import GONE, OPTIONS, Config, RewardConfig, TrainingConfig
-from .config import to_yaml, translate
+from .config import GONE, OPTIONS, Config, TrainingConfig, to_yaml, translate
 from ..training.checkpoints import find_checkpoint, run_folder, step_in
 from ..training.interrupts import STATUSES, steady_output, take_debug, tell_end
 from ..training.interrupts import Interrupts
@@ -291,37 +290,38 @@ class TrainOptions:
     )
 
 # %% ../../nbs/6_run/04_command_line.ipynb #c4f4c6e1d
-def code_of(reward: RewardConfig) -> dict[str, str]:  # function -> the file or module that it runs
+def code_of(config: Config) -> dict[str, str]:  # function -> the file or module that it runs
     "The functions that a configuration names."
+    reward = config.reward
     return function_places(reward.functions) | function_places(reward.dit_functions)
 
 
-def words_to_go_on(reward: RewardConfig) -> str:
+def words_to_go_on(config: Config) -> str:
     "What a command adds to continue a run of one's own, each with a blank before it."
-    servers = shlex.quote(json.dumps(reward.remote))
-    code = " --trust_run_code" if code_of(reward) else ""
-    return code + (f" --reward.remote {servers}" if reward.remote else "")
+    servers = config.reward.remote
+    code = " --trust_run_code" if code_of(config) else ""
+    return code + (f" --reward.remote {shlex.quote(json.dumps(servers))}" if servers else "")
 
 
 def check_trust(
-    reward: RewardConfig,  # a run's
-    named: RewardConfig,  # only what the command line and the file of --config give
+    config: Config,  # with the options of a run
+    named: Config,  # only what the command line and the file of --config give
     file: Path,  # the run's config.yaml
     trusted: bool,  # the user allows the run's code
 ) -> None:
     "UserError: only the run's own configuration names a function or a server."
     problems, places = [], code_of(named).values()
-    code = [name for name, place in code_of(reward).items() if place not in places]
+    code = [name for name, place in code_of(config).items() if place not in places]
     if code and not trusted:
         problems.append(
             f"{file}: the run uses code that you have not named: {', '.join(code)}. Running it "
             "gives it your rights. Read it; then add --trust_run_code, or name the functions "
             "yourself with --reward.functions."
         )
-    known = {url.rstrip("/") for url in (named.remote or {}).values()}
-    servers = dict.fromkeys((reward.remote or {}).values())
+    known = {url.rstrip("/") for url in (named.reward.remote or {}).values()}
+    servers = dict.fromkeys((config.reward.remote or {}).values())
     if unknown := [ascii(url) for url in servers if url.rstrip("/") not in known]:
-        again = words_to_go_on(reward).removeprefix(" --trust_run_code")
+        again = words_to_go_on(config).removeprefix(" --trust_run_code")
         problems.append(
             f"{file}: reward.remote names servers that you have not named: {', '.join(unknown)}. "
             f"They would receive prompts, images and the token in {TOKEN}. If you know the "
@@ -416,7 +416,7 @@ def load_options(
     config.read_from = began or before or None
     config.resume = str(checkpoint) if checkpoint else None
     if run:
-        check_trust(config.reward, named.reward, run / "config.yaml", command.trust_run_code)
+        check_trust(config, named, run / "config.yaml", command.trust_run_code)
         for note in changes_of(config, build(Config, of_run), checkpoint):
             print_note(note)
     elif checkpoint:

@@ -367,16 +367,21 @@ def weight_problems(config: Config) -> Iterator[str]:
             "reward.grpo.beta needs model.lora true: the reference policy is the model with the "
             "adapter switched off. Train with LoRA, or set beta (and dit_beta) to 0."
         )
-    grpo = config.reward.grpo
-    for half, prefix, other in (("ar", "", "dit_"), ("dit", "dit_", "")):
-        what = "tokens" if half == "ar" else "denoising steps"
-        for name in ("clip_range_high", "delta", "beta")[: 2 + (half == "dit")]:
-            if half not in halves and getattr(grpo, prefix + name) is not None:
-                yield (
-                    f"reward.grpo.{prefix}{name} is for {what}, and model.component "
-                    f"{model.component} trains none. Set reward.grpo.{other}{name}, and "
-                    f"{prefix}{name} to null."
-                )
+    grpo, names = config.reward.grpo, ("clip_range_high", "delta", "beta")
+    if halves == ["dit"]:
+        given = [name for name in names[:2] if getattr(grpo, name) is not None]
+        yield from (
+            f"reward.grpo.{name} is for tokens, and model.component dit trains none. Set "
+            f"reward.grpo.dit_{name}, and {name} to null."
+            for name in given
+        )
+    if halves == ["ar"]:
+        given = [name for name in names if getattr(grpo, f"dit_{name}") is not None]
+        yield from (
+            f"reward.grpo.dit_{name} is for denoising steps, and model.component ar trains none. "
+            f"Set reward.grpo.{name}, and dit_{name} to null."
+            for name in given
+        )
     if model.torch_dtype == "float16":
         yield (
             "model.torch_dtype float16 cannot train: most gradients are below its smallest number, "

@@ -387,7 +387,7 @@ def command(training: Training, checkpoint: str | Path) -> str:
     if training.trainer.step == config.training.max_steps and final.is_dir():
         program = "evaluate --checkpoint"
         checkpoint = final
-    return f"python -m glm_grpo.{program} {checkpoint}{words_to_go_on(config.reward)}"
+    return f"python -m glm_grpo.{program} {checkpoint}{words_to_go_on(config)}"
 
 
 def stop(
