@@ -9,7 +9,7 @@ __all__ = ['standard_error', 'paired_difference', 'Evaluation', 'Change', 'compa
 # %% ../../nbs/6_run/06_alarms.ipynb #n002
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from statistics import NormalDist
 from typing import Any
 
@@ -80,15 +80,6 @@ class Evaluation:
     prompts_are_held_out: bool = True
     images: list = field(default_factory=list)  # [P][S] small PIL images; in no file
     sources: list | None = None  # P PIL images; in no file
-
-    @classmethod
-    def of(
-        cls,
-        record: dict[str, Any],  # as `record` makes it; older ones have less
-    ) -> "Evaluation":
-        "An evaluation from a file."
-        known = {f.name for f in fields(cls)}
-        return cls(**{name: value for name, value in record.items() if name in known})
 
     def record(self) -> dict[str, Any]:
         "For a file: without images and step."

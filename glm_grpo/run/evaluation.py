@@ -258,7 +258,7 @@ def read_history(
     lines = read_records(path, {"step": int, "reward_mean": float, "prompts": list, "seeds": list})
     for number, line in enumerate(lines, 1):
         try:
-            one = Evaluation.of(line)
+            one = Evaluation(**line)
             means = {**one.metrics, **one.statistics}
             torch.tensor([one.standard_error, *means.values()])
             torch.tensor(one.requests or range(len(one.prompts))).view(len(one.prompts))
