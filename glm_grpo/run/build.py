@@ -9,6 +9,7 @@ __all__ = ['resolve', 'open_data', 'describe_data', 'describe_apostrophes', 'mak
 
 # %% ../../nbs/6_run/13_build.ipynb #n005
 from collections.abc import Callable
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -22,18 +23,11 @@ from ..model.adapters import LoraOptions, choose_lora
 from ..model.loading import download_model
 from ..model.wrapper import GLMImageWrapper
 from ..rewards.calling import RewardError, reward_name, simple_reward_function
-from ..rewards.registry import BRING_WEIGHTS, METRICS, make_metric
+from ..rewards.registry import BRING_WEIGHTS, METRICS, Brought, make_metric
 from ..rewards.scenes import SceneCheck, parse_prompt
 from ..rewards.text import apostrophe_texts, quoted_texts
 from ..rewards.weighted import PendingRewards, WeightedReward
-from glm_grpo.run.config import (
-    Config,
-    brought_by_user,
-    image_height_width,
-    reward_weights,
-    tracker_names,
-    trainer_options,
-)
+from .config import Config, DataConfig, ModelConfig, RewardConfig, trainer_options
 from glm_grpo.training.callbacks import (
     Callback,
     CheckpointCallback,
@@ -67,20 +61,22 @@ def resolve(config: Config) -> Config:
             option = f"{kind}{folder}_dir"
             if not getattr(data, option) and (bundled(file).parent / folder).is_dir():
                 changes[f"data.{option}"] = str(Path(file).parent / folder)
-    if reward.use_advanced and not (reward.metrics or reward.functions):
-        changes["reward.metrics"] = reward_weights(config)
+    if reward.use_advanced and not reward.weights():
+        changes["reward.metrics"] = {"edit" if i2i else "scene": 1.0}
     return with_options(config, changes)
 
 # %% ../../nbs/6_run/13_build.ipynb #n007
-def open_data(config: Config) -> tuple[T2IDataset, T2IDataset]:  # training, evaluations
-    """Both datasets of resolved options, all files checked. Those that are trained on have
-    `trained_on`, also a copy of the training prompts. UserError names what is missing or broken."""
-    data, size = config.data, image_height_width(config)
+def open_data(
+    data: DataConfig,  # resolved
+    mode: str,  # t2i or i2i
+) -> tuple[T2IDataset, T2IDataset]:  # training, evaluations
+    """Both datasets, all files checked. Those that are trained on have `trained_on`, also a copy
+    of the training prompts. UserError names what is missing or broken."""
 
     def open_dataset(prompts, sources, targets):
-        if config.training.mode == "i2i":
-            return I2IDataset(prompts, sources, targets, size)
-        return T2IDataset(prompts, targets, size)
+        if mode == "i2i":
+            return I2IDataset(prompts, sources, targets, data.size)
+        return T2IDataset(prompts, targets, data.size)
 
     training = open_dataset(data.prompts_file, data.source_images_dir, data.target_images_dir)
     if data.eval_prompts_file is None:
@@ -93,14 +89,13 @@ def open_data(config: Config) -> tuple[T2IDataset, T2IDataset]:  # training, eva
     return training, heldout
 
 
-def describe_data(config: Config, training: T2IDataset, heldout: T2IDataset) -> str:
+def describe_data(data: DataConfig, training: T2IDataset, heldout: T2IDataset) -> str:
     "What is trained on and what is held out, in one line."
 
     def named(name, dataset):
-        own = " of the package" if Path(name) != dataset.prompts_file else ""
-        return f"({'; '.join([name + own, *dataset.notes])})"
+        shipped = " of the package" if Path(name) != dataset.prompts_file else ""
+        return f"({'; '.join([name + shipped, *dataset.notes])})"
 
-    data = config.data
     line = f"{len(training)} training prompts {named(data.prompts_file, training)}, "
     if heldout.trained_on:
         return line + (
@@ -130,11 +125,11 @@ def describe_apostrophes(*datasets: T2IDataset) -> list[str]:
 
 # %% ../../nbs/6_run/13_build.ipynb #n012
 def make_reward(
-    config: Config,
+    reward: RewardConfig,  # resolved
+    component: str,  # ar, dit or both
 ) -> Callable | dict[str, Callable]:  # a dict where both policies have rewards of their own
     "The reward of a run. A weight of 0: measured and written down, not trained."
-    reward = config.reward
-    brought = brought_by_user(config)
+    brought = reward.brought()
 
     def weighted(weights):
         parts = {name: make_metric(name, brought) for name in weights}
@@ -142,8 +137,8 @@ def make_reward(
 
     main = simple_reward_function
     if reward.use_advanced or reward.functions:
-        main = weighted(reward_weights(config))
-    if config.model.component == "both" and (of_dit := reward_weights(config, dit=True)):
+        main = weighted(reward.weights())
+    if component == "both" and (of_dit := reward.weights(dit=True)):
         return {"ar": main, "dit": weighted(of_dit)}
     return main
 
@@ -163,11 +158,10 @@ def part_weights(reward: Callable | dict[str, Callable]) -> dict[str, float]:
 
 
 def other_metrics(
-    config: Config,
+    brought: Brought,
     reward: Callable | dict[str, Callable],
 ) -> tuple[dict[str, Callable], dict[str, str]]:  # made; name -> why it cannot be made
     "For evaluations: every metric that the reward lacks and that can be made."
-    brought = brought_by_user(config)
     parts = part_weights(reward)
     lacking = {*BRING_WEIGHTS} - {*brought.models} - {*brought.remote}
     made = {}
@@ -222,9 +216,8 @@ def check_reward(
             raise UserError(str(e)) from e
 
 # %% ../../nbs/6_run/13_build.ipynb #n022
-def lora_options(config: Config) -> LoraOptions | None:
+def lora_options(model: ModelConfig) -> LoraOptions | None:
     "The adapters of a run; None: all weights train."
-    model = config.model
     lora = {
         "rank": model.lora_rank,
         "alpha": model.lora_alpha,
@@ -235,29 +228,29 @@ def lora_options(config: Config) -> LoraOptions | None:
 
 
 def load_model(
-    config: Config,
-    device: str | torch.device | None = None,  # of this rank; None: model.device
+    model: ModelConfig,
+    seed: int,  # for the numbers that the adapters begin with
+    device: str | torch.device | None = None,  # this rank's; None: model.device
 ) -> GLMImageWrapper:
     "The model of a run. UserError: the folder is not such a model, or the device is missing."
-    model = config.model
     return GLMImageWrapper(
         model.name,
         model.component,
         torch_dtype=model.torch_dtype,
         device=device or model.device,
-        lora=lora_options(config),
-        seed=config.training.seed,
+        lora=lora_options(model),
+        seed=seed,
         gradient_checkpointing=model.gradient_checkpointing,
         offload=model.offload,
         revision=model.revision,
     )
 
 
-def load_on_ranks(config: Config, ranks: Ranks) -> GLMImageWrapper:
+def load_on_ranks(model: ModelConfig, seed: int, ranks: Ranks) -> GLMImageWrapper:
     "The model on each rank's own device; if one rank fails, all stop."
     loaded: list[GLMImageWrapper] = []
-    ranks.once_per_machine(lambda: download_model(config.model.name, config.model.revision))
-    ranks.agree(lambda: loaded.append(load_model(config, ranks.device)))
+    ranks.once_per_machine(lambda: download_model(model.name, model.revision))
+    ranks.agree(lambda: loaded.append(load_model(model, seed, ranks.device)))
     return loaded[0]
 
 # %% ../../nbs/6_run/13_build.ipynb #n023
@@ -275,8 +268,8 @@ def make_trainer(
 
     def best():
         "Step of the best evaluation after the start."
-        later = [line for line in watch.history if line["step"] > 0]
-        return max(later, key=lambda line: line["reward_mean"], default={}).get("step")
+        later = [one for one in watch.history if one.step]
+        return max(later, key=attrgetter("reward_mean")).step if later else None
 
     saves = CheckpointCallback(
         out / "checkpoints",
@@ -285,7 +278,7 @@ def make_trainer(
         best if training.eval_interval else None,  # else there is one evaluation, the last
         training.save_minutes,
     )
-    curves = training.log_interval, training.sample_interval, tracker_names(config)
+    curves = training.log_interval, training.sample_interval, training.tracker_names
     callbacks = [
         ImageStatistics(),
         watch,

@@ -13,8 +13,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
-from ..data.basics import UserError, above, at_least, check_options, list_options
-from ..data.basics import option, option_value, refuse
+from ..data.basics import UserError
+from ..data.options import above, at_least, check_options, list_options
+from ..data.basics import refuse
+from ..data.options import option, option_value
 from ..data.rollout import RolloutOptions
 
 # %% ../../nbs/5_training/01_options.ipynb #n007
