@@ -1,4 +1,4 @@
-"""`python -m glm_grpo.evaluate`: see `glm_grpo.run.evaluation`."""
+"""`python -m glm_grpo.evaluate`: see `glm_grpo.run.evaluate`."""
 
 if __name__ == "__main__":
     from glm_grpo import share_cores
@@ -12,7 +12,7 @@ if __name__ == "__mp_main__":  # a process that a reward has started
 
     end_with_parent()
 else:
-    from glm_grpo.run.evaluation import main
+    from glm_grpo.run.evaluate import main
 
 __all__ = ["main"]
 

@@ -137,6 +137,7 @@ class Light(TokenTable):
     "Three decisions per image: what is added to red, green and blue."
 
     name, shares_tokens, start = "dit", True, torch.full((1, 3), -0.4)  # dark
+    has_slow_copy = True
 
     def normal(self, prompts: list[str]) -> torch.distributions.Normal:  # [N, 3]
         return torch.distributions.Normal(self.rows(prompts)[:, 0], 0.1)

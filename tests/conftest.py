@@ -60,9 +60,9 @@ def counted_once(monkeypatch):
     "Adapters of the published sizes are built (without memory) once, not for each estimate."
     count = plan.count_trained
 
-    def counted(config, layout):
-        key = repr((config.model, [layout[half]["config"] for half in ("ar", "dit")]))
-        return COUNTED.get(key) or COUNTED.setdefault(key, count(config, layout))
+    def counted(model, layout):
+        key = repr((model, [layout[half]["config"] for half in ("ar", "dit")]))
+        return COUNTED.get(key) or COUNTED.setdefault(key, count(model, layout))
 
     monkeypatch.setattr(plan, "count_trained", counted)
 

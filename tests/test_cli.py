@@ -38,7 +38,7 @@ from ranks import start
 
 from glm_grpo.__main__ import PROGRAMS
 from glm_grpo.__main__ import main as list_programs
-from glm_grpo.data.basics import list_options
+from glm_grpo.data.options import list_options
 from glm_grpo.run.command_line import (
     OPTIONS,
     SHORT,

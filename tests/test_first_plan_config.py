@@ -1,10 +1,13 @@
 "Files of options in the form of the first plan: taken, translated with a note, or explained."
 
+import contextlib
+import io
+
 import pytest
 import yaml
 
 from glm_grpo.data.basics import refusal
-from glm_grpo.data.basics import option_value
+from glm_grpo.data.options import option_value
 from glm_grpo.run.command_line import parse_args
 from glm_grpo.run.config import check_config
 
@@ -80,9 +83,11 @@ BLOCKS = {
 
 def read(tmp_path, text, *words):
     "The options of a file, and what is said about it."
-    file, said = tmp_path / "plan.yaml", []
+    file = tmp_path / "plan.yaml"
     file.write_text(text)
-    return parse_args(["--config", str(file), *words], say=said.append), said
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        config = parse_args(["--config", str(file), *words])
+    return config, said.getvalue().splitlines()
 
 
 @pytest.mark.parametrize("name", BLOCKS)
@@ -175,5 +180,5 @@ def test_a_large_model_needs_options_of_its_own(tmp_path):
 
 def test_auto_is_a_device_and_no_other_value():
     "Elsewhere it is a word like any other, such as a folder's name."
-    assert parse_args(["--model.device", "auto"], say=str).model.device is None
-    assert parse_args(["--model.name", "auto"], say=str).model.name == "auto"
+    assert parse_args(["--model.device", "auto"]).model.device is None
+    assert parse_args(["--model.name", "auto"]).model.name == "auto"

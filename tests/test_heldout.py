@@ -6,7 +6,7 @@ from helpers import PROMPTS, evaluate_main, main, read_json, small, without_imag
 
 from glm_grpo.data.prompts import T2IDataset, split_off
 from glm_grpo.run.build import describe_data, open_data
-from glm_grpo.run.config import Config, DataConfig
+from glm_grpo.run.config import DataConfig
 
 pytestmark = pytest.mark.usefixtures("at_root")
 AGAIN = ["--training.eval_samples", 0, "--trust_run_code"]
@@ -65,7 +65,7 @@ def test_the_training_file_named_for_evaluations_is_not_held_out(twenty, name):
     (twenty / "link.txt").symlink_to("prompts.txt")
     (twenty / "copy.txt").write_bytes((twenty / "prompts.txt").read_bytes())
     files = {"prompts_file": twenty / "prompts.txt", "eval_prompts_file": twenty / name}
-    config = Config(data=DataConfig(**{key: str(path) for key, path in files.items()}))
-    training, evaluated = open_data(config)
+    data = DataConfig(**{key: str(path) for key, path in files.items()})
+    training, evaluated = open_data(data, "t2i")
     assert len(training) == 20 and evaluated.trained_on
-    assert "none held out" in describe_data(config, training, evaluated)
+    assert "none held out" in describe_data(data, training, evaluated)

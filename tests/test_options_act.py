@@ -62,6 +62,12 @@ def weighted():
 FAR = {"updates_per_rollout": 16, "learning_rate": 1.0, "dit_learning_rate": 4e-4}
 TWO_STEPS = {"steps": 2}
 NOT_FINITE = {"scores": float("nan"), "steps": 5, "updates_per_rollout": 1, "allow_ratio_gap": True}
+def signs(rewards, group_size):
+    "Advantages of plus and minus one."
+    groups = rewards.view(-1, group_size)
+    return (groups - groups.mean(1, keepdim=True)).sign().flatten()
+
+
 TOY = {
     "height": Row(64, {"size"}),
     "width": Row(96, {"size"}),
@@ -88,6 +94,7 @@ TOY = {
     "images_per_sample": Row(3, BOTH | {"rollout", "scored"}),
     "equal": Row("drop", BOTH | {"scored"}, {"reward": lambda: flat_for_one}),
     "scale": Row("batch", BOTH),
+    "advantages": Row(f"{__file__}:signs", BOTH),
     "advantage_clip": Row(0.1, BOTH),
     "advantage_epsilon": Row(0.2, BOTH | {"scored"}),
     "missing_scores": Row("stop", BOTH | {"end", "scored", "lines"}, {"reward": lambda: gaps}),

@@ -218,7 +218,7 @@ def test_an_evaluation_scores_no_token(monkeypatch):
     size = {"height": 64, "width": 64, "num_inference_steps": 2, "temperature": 3, "top_p": 1}
     items = [{"prompt": prompt, "target": None} for prompt in HELD_OUT]
     found = evaluate(model, items, lambda images: images.mean((1, 2, 3)), **size)
-    assert scored == [] and len(found["rewards"]) == len(HELD_OUT)
+    assert scored == [] and len(found.rewards) == len(HELD_OUT)
     rollout = model.generate_with_tracking(PROMPTS[:1], score=False, **size)
     assert rollout.token_logprobs is None and "no" not in repr(rollout)
 

@@ -17,7 +17,7 @@ from PIL import Image
 from glm_grpo.run.train import write_results
 from glm_grpo.run.config import Config
 from glm_grpo.run.evaluation import PeriodicEvaluation
-from glm_grpo.run.alarms import Change
+from glm_grpo.run.alarms import Change, Evaluation
 from glm_grpo.run.report import CARDS, FIRST, merge_equal, write_page
 from glm_grpo.training.agreement import Agreement, Gap
 
@@ -41,7 +41,7 @@ def result(shift, prompts=40, side=16, **changes):
         "metrics": {"<b>": 0.5 + shift},
         "values": {"<b>": [[0.5 + shift]] * prompts},
     }
-    return made | changes
+    return Evaluation(**made | changes)
 
 
 class Reader(HTMLParser):
@@ -123,10 +123,10 @@ def test_a_card_shows_the_seed_that_changed(write):
     "Of two seeds the second one rises, so its images stand under the gain."
     grey = [[Image.new("RGB", (4, 4), (40 * k, 0, 0)) for k in (1, 2)]]
     bright = [[Image.new("RGB", (4, 4), (40 * k, 0, 0)) for k in (3, 4)]]
-    one = result(0, prompts=1, rewards=[[0.5, 0.25]], images=grey, sources=None)
-    values = {"<b>": [[0.1, 0.2]]}
-    two = result(0, prompts=1, rewards=[[0.5, 0.75]], images=bright, sources=None)
-    seen = write(one | {"values": values}, two | {"values": values})
+    same = {"prompts": 1, "sources": None, "values": {"<b>": [[0.1, 0.2]]}}
+    one = result(0, rewards=[[0.5, 0.25]], images=grey, **same)
+    two = result(0, rewards=[[0.5, 0.75]], images=bright, **same)
+    seen = write(one, two)
     pixels = []
     for _, attributes in seen.tags:
         if attributes.get("src", "").startswith("data:image/"):
@@ -141,9 +141,9 @@ def test_the_largest_changes_stand_first_and_long_lists_are_cut(write):
     number = FIRST + CARDS + 3
     before, after = result(0, number), result(1, number)
     for i in (7, 8):
-        after["rewards"][i] = [-3.0 - i]
+        after.rewards[i] = [-3.0 - i]
     for one in (before, after):
-        one["prompts"] = [f"prompt {i}" for i in range(number)]
+        one.prompts = [f"prompt {i}" for i in range(number)]
     seen = write(before, after)
     prompts = [text for text in seen.texts if text.startswith("prompt ")]
     assert prompts[:6] == [f"prompt {number - i}" for i in (number - 8, number - 7, 1, 2, 3, 4)]
@@ -158,7 +158,7 @@ def test_large_images_are_shrunk(write):
 
 def test_an_interrupted_run_has_a_page(write):
     "With the numbers of the newest evaluation, or with those from before alone."
-    history = [result(0) | {"step": 0}, result(1) | {"step": 8}]
+    history = [result(0), result(1, step=8)]
     seen = write(history[0], None, history=history, lines=lines_of(9), facts={"model": NASTY})
     assert "interrupted" in seen.text and "after step 8" in seen.text and NASTY in seen.texts
     assert seen.count("input") == 0 and "0.500 → 0.988" in seen.text and seen.count("table") == 1
@@ -192,7 +192,7 @@ def lines_of(steps):
 
 @pytest.mark.parametrize("steps, evaluations, curves", [(1, 2, 0), (5, 2, 1), (5, 3, 2)])
 def test_the_curves_of_the_steps_and_of_the_evaluations(write, steps, evaluations, curves):
-    history = [result(shift / 2) | {"step": shift} for shift in range(evaluations)]
+    history = [result(shift / 2, step=shift) for shift in range(evaluations)]
     seen = write(history[0], history[-1], lines=lines_of(steps), history=history)
     assert sum(at.get("class") == "curve" for _, at in seen.tags) == curves
 

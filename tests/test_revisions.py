@@ -5,9 +5,8 @@ from helpers import ROOT
 
 from glm_grpo.data.prompts import T2IDataset
 from glm_grpo.model.memory import local_folder, model_layout
-from glm_grpo.run.config import Config
+from glm_grpo.run.config import ModelConfig
 from glm_grpo.run.plan import longest_prompt
-from glm_grpo.training.options import with_options
 
 NAME = "zai-org/GLM-Image"
 
@@ -33,9 +32,7 @@ def test_only_the_revision_that_was_downloaded_is_found(cache):
 
 
 def test_the_plan_counts_tokens_with_the_wanted_revision(cache):
-    config, dataset = Config(), T2IDataset(ROOT / "data/t2i/train/prompts.txt")
-    tokens = longest_prompt(config, dataset)
-    config = with_options(config, {"model.name": NAME})
-    guessed = longest_prompt(config, dataset)  # not downloaded
-    named = with_options(config, {"model.revision": "v2"})
-    assert longest_prompt(named, dataset) == tokens != guessed
+    size, dataset = (128, 128), T2IDataset(ROOT / "data/t2i/train/prompts.txt")
+    tokens = longest_prompt(ModelConfig(), size, dataset)
+    guessed = longest_prompt(ModelConfig(NAME), size, dataset)  # not downloaded
+    assert longest_prompt(ModelConfig(NAME, "v2"), size, dataset) == tokens != guessed

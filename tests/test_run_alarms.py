@@ -1,9 +1,11 @@
 """When the alarm is silent and when it rings: cases beyond those of nbs/6_run/06_alarms."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
-from glm_grpo.run.alarms import compare_evaluations, reward_hacking_alarm
+from glm_grpo.run.alarms import Evaluation, compare_evaluations, reward_hacking_alarm
 
 
 def column(values):
@@ -12,32 +14,28 @@ def column(values):
 
 
 BEFORE = np.array([0.1, 0.4, 0.6, 0.9])
-FIRST = {
-    "step": 0,
-    "rewards": column(BEFORE),
-    "metrics": {"scene": 0.9},
-    "values": {"scene": column([1, 1, 1, 0.6])},
-}
-LATER = FIRST | {
-    "step": 10,
-    "rewards": column([0.2, 0.6, 0.7, 1.0]),
-    "values": {"scene": column([0.5, 0.4, 0.5, 0.1])},
-}
+FIRST = Evaluation(
+    rewards=column(BEFORE),
+    metrics={"scene": 0.9},
+    values={"scene": column([1, 1, 1, 0.6])},
+)
+LATER = replace(
+    FIRST,
+    step=10,
+    rewards=column([0.2, 0.6, 0.7, 1.0]),
+    values={"scene": column([0.5, 0.4, 0.5, 0.1])},
+)
 
 
-def with_scene(record, *values):
-    return record | {"values": {"scene": column(values)}}
+def with_scene(evaluation, *values):
+    return replace(evaluation, values={"scene": column(values)})
 
 
 def means(step, brightness=0.4, diversity=0.2):
     "An evaluation of one prompt; the reward rises with the step."
     values = {"brightness": [[brightness]], "diversity": [[diversity]]}
-    return {
-        "step": step,
-        "rewards": [[step / 10]],
-        "statistics": {"brightness": brightness},
-        "values": values,
-    }
+    statistics = {"brightness": brightness}
+    return Evaluation(step=step, rewards=[[step / 10]], statistics=statistics, values=values)
 
 
 def warnings_after(*later):
@@ -54,8 +52,8 @@ def test_a_fall_that_is_the_same_on_every_prompt_warns():
 
 def test_silent_unless_the_reward_rose_by_more_than_its_error():
     slightly_up = column(BEFORE + np.array([0.3, -0.2, 0.1, -0.1]))
-    assert reward_hacking_alarm([FIRST, LATER | {"rewards": FIRST["rewards"]}]) == []
-    assert reward_hacking_alarm([FIRST, LATER | {"rewards": slightly_up}]) == []
+    assert reward_hacking_alarm([FIRST, replace(LATER, rewards=FIRST.rewards)]) == []
+    assert reward_hacking_alarm([FIRST, replace(LATER, rewards=slightly_up)]) == []
 
 
 @pytest.mark.parametrize(
@@ -63,8 +61,8 @@ def test_silent_unless_the_reward_rose_by_more_than_its_error():
 )
 def test_the_size_of_a_file_never_warns(name, count):
     run = [
-        FIRST | {"metrics": {name: 9}, "values": {name: [[9]] * 4}},
-        LATER | {"metrics": {name: 1}, "values": {name: [[1]] * 4}},
+        replace(FIRST, metrics={name: 9}, values={name: [[9]] * 4}),
+        replace(LATER, metrics={name: 1}, values={name: [[1]] * 4}),
     ]
     assert len(reward_hacking_alarm(run)) == count
 
@@ -83,14 +81,10 @@ def test_a_metric_may_start_at_zero_or_below():
 
 
 def test_one_prompt_has_no_error_so_a_quarter_decides():
-    first = {
-        "rewards": [[0.1]],
-        "metrics": {"scene": 1.0},
-        "values": {"scene": [[1.0]]},
-    }
-    up = {"rewards": [[0.2]]}
-    assert len(reward_hacking_alarm([first, first | up | {"values": {"scene": [[0.4]]}}])) == 1
-    assert reward_hacking_alarm([first, first | up | {"values": {"scene": [[0.8]]}}]) == []
+    first = Evaluation(rewards=[[0.1]], metrics={"scene": 1.0}, values={"scene": [[1.0]]})
+    up = replace(first, rewards=[[0.2]])
+    assert len(reward_hacking_alarm([first, with_scene(up, 0.4)])) == 1
+    assert reward_hacking_alarm([first, with_scene(up, 0.8)]) == []
 
 
 def test_statistics_warn_both_ways_diversity_only_down():
@@ -120,9 +114,9 @@ def test_a_file_that_repeats_its_prompts_warns_like_one_that_does_not():
     "A fall on one prompt of four may be noise; on four of sixteen it would be none."
     noisy = with_scene(LATER, 0.1, 1, 0.9, 0.6)
 
-    def four_times(record, **more):
-        values = {"scene": record["values"]["scene"] * 4}
-        return record | {"rewards": record["rewards"] * 4, "values": values} | more
+    def four_times(one, **changes):
+        values = {"scene": one.values["scene"] * 4}
+        return replace(one, rewards=one.rewards * 4, values=values, **changes)
 
     requests = [*range(4)] * 4
     assert reward_hacking_alarm([FIRST, noisy]) == []

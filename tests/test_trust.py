@@ -9,9 +9,10 @@ from unittest import mock
 import pytest
 from helpers import GREEN, ROOT, evaluate_main, files, main, small, steps, told
 
-from glm_grpo.data.basics import list_options, refusal
+from glm_grpo.data.basics import refusal
+from glm_grpo.data.options import list_options
 from glm_grpo.run.command_line import OPTIONS, parse_args
-from glm_grpo.run.evaluation import EvaluateOptions
+from glm_grpo.run.evaluate import EvaluateOptions
 
 pytestmark = pytest.mark.usefixtures("at_root")
 PROGRAMS = {"train": main, "evaluate": evaluate_main}
@@ -121,13 +122,13 @@ def test_what_the_command_names_is_the_users_own(theirs):
     file = theirs / "config.yaml"
     named = ["--reward.functions", f"{theirs}/code.py:good", "--reward.remote.x"]
     for words in (["--config", str(file)], [*named, "http://127.0.0.1:9/"]):
-        config = parse_args(["--resume", str(theirs), *words], say=str)
+        config = parse_args(["--resume", str(theirs), *words])
         assert f"{theirs}/code.py:good" in config.reward.functions
-        assert parse_args(words, run=theirs, say=str).reward.remote
+        assert parse_args(words, run=theirs).reward.remote
     assert parse_args(["--config", str(file)]).reward.functions  # a new run with these options
     only_code = ["--resume", str(theirs), "--reward.remote", "null", "--trust_run_code"]
-    assert parse_args(only_code, say=str).reward.functions
-    assert "code.py" in refusal(parse_args, [*only_code, "--trust_run_code", "false"], say=str)
+    assert parse_args(only_code).reward.functions
+    assert "code.py" in refusal(parse_args, [*only_code, "--trust_run_code", "false"])
     assert "code.py" in refusal(parse_args, [], run=theirs)  # whatever program asks
 
 
@@ -135,7 +136,7 @@ def test_a_baseline_lends_its_weights_and_no_options(theirs):
     mine = theirs.parent / "mine"
     shutil.copytree(theirs, mine)
     (mine / "config.yaml").write_text("training: {seed: 5}\n")
-    with mock.patch("glm_grpo.run.evaluation.compare") as compare:
+    with mock.patch("glm_grpo.run.evaluate.compare") as compare:
         assert evaluate_main("--checkpoint", mine, "--baseline", theirs) == 0
     config = compare.call_args.args[0]
     assert config.training.seed == 5

@@ -31,7 +31,8 @@ from torch import Tensor
 from torch.utils.benchmark.utils.timer import timer
 
 from .. import plain
-from ..data.basics import UserError, at_least, atomic_write, option
+from ..data.basics import UserError, atomic_write
+from ..data.options import at_least, option
 from ..data.prompts import read_lines
 from ..model.loading import pick_device
 from ..model.memory import PUBLISHED, random_pipeline

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..maths.matching import MatchingWeight
 from .images import images_html, tensor_to_pil
-from .basics import above, at_least, option
+from .options import above, at_least, option
 
 
 PER_ROW = {"per_row": True}  # metadata of a field with one entry per row

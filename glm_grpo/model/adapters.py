@@ -19,7 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..data.basics import UserError, above, at_least, atomic_dir, check_options, option
+from ..data.basics import UserError, atomic_dir
+from ..data.options import above, at_least, check_options, option
 from .decode_step import active_adapters
 from .loading import quiet, shard_like
 

@@ -14,7 +14,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from ..data.basics import UserError, check_options
+from ..data.basics import UserError
+from ..data.options import check_options
 from ..data.rollout import Rollout, RolloutOptions
 from ..maths.noise import SampleNames, named_noise, named_uniforms
 from .denoise import ImageInputs, NoiseOptions, sample_latents, score_latents

@@ -5,16 +5,18 @@
 # %% auto #0
 __all__ = ['resolve', 'open_data', 'describe_data', 'describe_apostrophes', 'make_reward', 'each_reward', 'part_weights',
            'other_metrics', 'check_prompts_fit', 'check_reward', 'lora_options', 'load_model', 'load_on_ranks',
-           'make_trainer']
+           'OwnCode', 'load_own_code', 'make_trainer']
 
 # %% ../../nbs/6_run/13_build.ipynb #n005
 from collections.abc import Callable
+from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ..data.basics import UserError, bundled, check_path, shown
+from ..data.code import load_called, load_code
 from ..data.loader import make_dataloader
 from ..data.prompts import SPLIT_SEED, I2IDataset, T2IDataset
 from ..data.prompts import collate, is_table, split_off
@@ -22,18 +24,12 @@ from ..model.adapters import LoraOptions, choose_lora
 from ..model.loading import download_model
 from ..model.wrapper import GLMImageWrapper
 from ..rewards.calling import RewardError, reward_name, simple_reward_function
-from ..rewards.registry import BRING_WEIGHTS, METRICS, make_metric
+from ..rewards.registry import BRING_WEIGHTS, METRICS, Brought, make_metric
 from ..rewards.scenes import SceneCheck, parse_prompt
 from ..rewards.text import apostrophe_texts, quoted_texts
 from ..rewards.weighted import PendingRewards, WeightedReward
-from glm_grpo.run.config import (
-    Config,
-    brought_by_user,
-    image_height_width,
-    reward_weights,
-    tracker_names,
-    trainer_options,
-)
+from .config import Config, DataConfig, ModelConfig, RewardConfig
+from .config import TrainingConfig, trainer_options
 from glm_grpo.training.callbacks import (
     Callback,
     CheckpointCallback,
@@ -42,7 +38,9 @@ from glm_grpo.training.callbacks import (
     ProgressLines,
     TrackerLogger,
 )
-from ..training.options import with_options
+from ..training.experience import own_advantages
+from ..training.learner import loss_options
+from ..training.options import GRPOOptions, with_options
 from ..training.ranks import Ranks
 from ..training.trainer import MinimalGRPOTrainer
 
@@ -67,20 +65,22 @@ def resolve(config: Config) -> Config:
             option = f"{kind}{folder}_dir"
             if not getattr(data, option) and (bundled(file).parent / folder).is_dir():
                 changes[f"data.{option}"] = str(Path(file).parent / folder)
-    if reward.use_advanced and not (reward.metrics or reward.functions):
-        changes["reward.metrics"] = reward_weights(config)
+    if reward.use_advanced and not reward.weights():
+        changes["reward.metrics"] = {"edit" if i2i else "scene": 1.0}
     return with_options(config, changes)
 
 # %% ../../nbs/6_run/13_build.ipynb #n007
-def open_data(config: Config) -> tuple[T2IDataset, T2IDataset]:  # training, evaluations
-    """Both datasets of resolved options, all files checked. Those that are trained on have
-    `trained_on`, also a copy of the training prompts. UserError names what is missing or broken."""
-    data, size = config.data, image_height_width(config)
+def open_data(
+    data: DataConfig,  # resolved
+    mode: str,  # t2i or i2i
+) -> tuple[T2IDataset, T2IDataset]:  # training, evaluations
+    """Both datasets, all files checked. Those that are trained on have `trained_on`, also a copy
+    of the training prompts. UserError names what is missing or broken."""
 
     def open_dataset(prompts, sources, targets):
-        if config.training.mode == "i2i":
-            return I2IDataset(prompts, sources, targets, size)
-        return T2IDataset(prompts, targets, size)
+        if mode == "i2i":
+            return I2IDataset(prompts, sources, targets, data.size)
+        return T2IDataset(prompts, targets, data.size)
 
     training = open_dataset(data.prompts_file, data.source_images_dir, data.target_images_dir)
     if data.eval_prompts_file is None:
@@ -93,14 +93,13 @@ def open_data(config: Config) -> tuple[T2IDataset, T2IDataset]:  # training, eva
     return training, heldout
 
 
-def describe_data(config: Config, training: T2IDataset, heldout: T2IDataset) -> str:
+def describe_data(data: DataConfig, training: T2IDataset, heldout: T2IDataset) -> str:
     "What is trained on and what is held out, in one line."
 
     def named(name, dataset):
-        own = " of the package" if Path(name) != dataset.prompts_file else ""
-        return f"({'; '.join([name + own, *dataset.notes])})"
+        shipped = " of the package" if Path(name) != dataset.prompts_file else ""
+        return f"({'; '.join([name + shipped, *dataset.notes])})"
 
-    data = config.data
     line = f"{len(training)} training prompts {named(data.prompts_file, training)}, "
     if heldout.trained_on:
         return line + (
@@ -130,11 +129,11 @@ def describe_apostrophes(*datasets: T2IDataset) -> list[str]:
 
 # %% ../../nbs/6_run/13_build.ipynb #n012
 def make_reward(
-    config: Config,
+    reward: RewardConfig,  # resolved
+    component: str,  # ar, dit or both
 ) -> Callable | dict[str, Callable]:  # a dict where both policies have rewards of their own
     "The reward of a run. A weight of 0: measured and written down, not trained."
-    reward = config.reward
-    brought = brought_by_user(config)
+    brought = reward.brought()
 
     def weighted(weights):
         parts = {name: make_metric(name, brought) for name in weights}
@@ -142,8 +141,8 @@ def make_reward(
 
     main = simple_reward_function
     if reward.use_advanced or reward.functions:
-        main = weighted(reward_weights(config))
-    if config.model.component == "both" and (of_dit := reward_weights(config, dit=True)):
+        main = weighted(reward.weights())
+    if component == "both" and (of_dit := reward.weights(dit=True)):
         return {"ar": main, "dit": weighted(of_dit)}
     return main
 
@@ -163,11 +162,10 @@ def part_weights(reward: Callable | dict[str, Callable]) -> dict[str, float]:
 
 
 def other_metrics(
-    config: Config,
+    brought: Brought,
     reward: Callable | dict[str, Callable],
 ) -> tuple[dict[str, Callable], dict[str, str]]:  # made; name -> why it cannot be made
     "For evaluations: every metric that the reward lacks and that can be made."
-    brought = brought_by_user(config)
     parts = part_weights(reward)
     lacking = {*BRING_WEIGHTS} - {*brought.models} - {*brought.remote}
     made = {}
@@ -222,9 +220,8 @@ def check_reward(
             raise UserError(str(e)) from e
 
 # %% ../../nbs/6_run/13_build.ipynb #n022
-def lora_options(config: Config) -> LoraOptions | None:
+def lora_options(model: ModelConfig) -> LoraOptions | None:
     "The adapters of a run; None: all weights train."
-    model = config.model
     lora = {
         "rank": model.lora_rank,
         "alpha": model.lora_alpha,
@@ -235,32 +232,59 @@ def lora_options(config: Config) -> LoraOptions | None:
 
 
 def load_model(
-    config: Config,
-    device: str | torch.device | None = None,  # of this rank; None: model.device
+    model: ModelConfig,
+    seed: int,  # for the numbers that the adapters begin with
+    device: str | torch.device | None = None,  # this rank's; None: model.device
 ) -> GLMImageWrapper:
     "The model of a run. UserError: the folder is not such a model, or the device is missing."
-    model = config.model
     return GLMImageWrapper(
         model.name,
         model.component,
         torch_dtype=model.torch_dtype,
         device=device or model.device,
-        lora=lora_options(config),
-        seed=config.training.seed,
+        lora=lora_options(model),
+        seed=seed,
         gradient_checkpointing=model.gradient_checkpointing,
         offload=model.offload,
         revision=model.revision,
     )
 
 
-def load_on_ranks(config: Config, ranks: Ranks) -> GLMImageWrapper:
+def load_on_ranks(model: ModelConfig, seed: int, ranks: Ranks) -> GLMImageWrapper:
     "The model on each rank's own device; if one rank fails, all stop."
     loaded: list[GLMImageWrapper] = []
-    ranks.once_per_machine(lambda: download_model(config.model.name, config.model.revision))
-    ranks.agree(lambda: loaded.append(load_model(config, ranks.device)))
+    ranks.once_per_machine(lambda: download_model(model.name, model.revision))
+    ranks.agree(lambda: loaded.append(load_model(model, seed, ranks.device)))
     return loaded[0]
 
 # %% ../../nbs/6_run/13_build.ipynb #n023
+class OwnCode(NamedTuple):
+    "The user's loss and callbacks, by their files."
+
+    loss: Callable | None
+    callbacks: list[Callback]
+
+
+def load_own_code(training: TrainingConfig, grpo: GRPOOptions) -> OwnCode:
+    "UserError: a file, a name or a signature that does not fit."
+    loss, callbacks = None, []
+    if training.loss is not None:
+        form = "def f(new, old, advantages, **options), which returns (loss, metrics)"
+        zeros, arguments = torch.zeros(2, 3), loss_options("ar", grpo)
+        call = zeros, zeros, torch.zeros(2)
+        counts = {"num_samples": 2, "num_decisions": 6, "as_tensors": True}
+        loss = load_called(training.loss, "training.loss", form, *call, **arguments | counts)
+    own_advantages(grpo)
+    for name in training.callback_names:
+        callback = load_code(name, "training.callbacks", make=True)
+        if not isinstance(callback, Callback):
+            raise UserError(
+                f"training.callbacks {name}: this is no class derived from glm_grpo.Callback."
+            )
+        callbacks.append(callback)
+    return OwnCode(loss, callbacks)
+
+
 def make_trainer(
     config: Config,
     model: GLMImageWrapper,
@@ -269,14 +293,15 @@ def make_trainer(
     out: Path,  # folder of the run
     watch: Callback,  # with the `history` of evaluations; called before the line is written
     ranks: Ranks,  # only the first one writes
+    own: OwnCode,
 ) -> MinimalGRPOTrainer:
     "The trainer of a run, with the callbacks that write its folder, in the order of their calls."
     training = config.training
 
     def best():
         "Step of the best evaluation after the start."
-        later = [line for line in watch.history if line["step"] > 0]
-        return max(later, key=lambda line: line["reward_mean"], default={}).get("step")
+        later = [one for one in watch.history if one.step]
+        return max(later, key=attrgetter("reward_mean")).step if later else None
 
     saves = CheckpointCallback(
         out / "checkpoints",
@@ -285,17 +310,18 @@ def make_trainer(
         best if training.eval_interval else None,  # else there is one evaluation, the last
         training.save_minutes,
     )
-    curves = training.log_interval, training.sample_interval, tracker_names(config)
+    curves = training.log_interval, training.sample_interval, training.tracker_names
     callbacks = [
         ImageStatistics(),
         watch,
+        *own.callbacks,
         JsonlLogger(out / "metrics.jsonl"),
         TrackerLogger(out, *curves),
         saves,
         ProgressLines(training.log_interval),
     ]
     if not ranks.first:  # all ranks evaluate, and save weights that are spread over them
-        callbacks = [watch, saves] if ranks.shards else [watch]
+        callbacks = [watch, *own.callbacks, *[saves] * ranks.shards]
     return MinimalGRPOTrainer(
         model,
         make_dataloader(dataset, training.batch_size, training.seed, ranks.rank, ranks.world),
@@ -303,4 +329,5 @@ def make_trainer(
         options=trainer_options(config),
         ranks=ranks,
         callbacks=callbacks,
+        loss=own.loss,
     )

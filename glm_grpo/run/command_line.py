@@ -6,8 +6,7 @@
 __all__ = ['SHORT', 'T', 'NOTES', 'PLACE', 'BEGAN_WITH', 'split_name', 'refuse_name', 'read_value', 'build', 'print_note',
            'read_values', 'read_options', 'entry_of', 'metrics_help', 'help_text', 'split_words', 'read_words',
            'TrainOptions', 'code_of', 'words_to_go_on', 'check_trust', 'name_file', 'began_with', 'rising_rates',
-           'changes_of', 'stack', 'load_options', 'parse_args', 'run_command', 'ServeOptions', 'serve_command',
-           'serve_main']
+           'changes_of', 'load_options', 'parse_args', 'run_command', 'ServeOptions', 'serve_command', 'serve_main']
 
 # %% ../../nbs/6_run/04_command_line.ipynb #c89e3e23f
 import difflib
@@ -28,9 +27,10 @@ from typing import Any, NoReturn, TypeVar
 
 from jsonargparse import ArgumentError, ArgumentParser
 
-from ..data.basics import UserError, at_least, list_options, option
-from ..data.basics import option_value, problem_with, read_entries, refuse, shown
+from ..data.basics import UserError, refuse, shown
 from ..data.code import code_places
+from ..data.options import at_least, list_options, option
+from ..data.options import option_value, problem_with, read_entries
 from ..rewards.registry import METRICS, function_places, load_function
 from ..rewards.remote import TOKEN, serve
 from .config import GONE, OPTIONS, Config, TrainingConfig, to_yaml, translate
@@ -52,7 +52,7 @@ SHORT = {
 
 def split_name(
     name: str,  # reward.metrics, also reward.metrics.scene
-    options: dict[str, Field],  # of `list_options`
+    options: dict[str, Field],  # a result of `list_options`
 ) -> tuple[str, str]:  # the option, and the entry of its value; empty: none
     "The option of this name, or the one whose value has this entry."
     for full, declared in options.items():
@@ -75,7 +75,7 @@ def refuse_name(
 
 # %% ../../nbs/6_run/04_command_line.ipynb #cce86d06d
 def read_value(
-    name: str,  # of an option, or of an entry of its value
+    name: str,  # an option's, or that of an entry of its value
     value: Any,  # as it is typed, or from a file
     options: dict[str, Field] = OPTIONS,
 ) -> Any:  # as the option's type has it
@@ -128,7 +128,6 @@ def print_note(text: str) -> None:
 def read_values(
     entries: Iterable[tuple[str, Any, str]],  # name, value, and what stands before its messages
     options: dict[str, Field] = OPTIONS,
-    say: Callable[[str], None] = print_note,  # called with each name or value that is translated
 ) -> dict[str, Any]:  # name -> value of the right type
     "What is typed, or stands in a file. UserError names all that is wrong with it."
     values, problems = {}, []
@@ -136,7 +135,7 @@ def read_values(
         if options.keys() >= OPTIONS.keys():
             name, value, note = translate(name, value)
             if note:
-                say(where + note)
+                print_note(where + note)
         try:
             if name in values:
                 raise UserError(f"{name} is set already. Keep one.")
@@ -148,12 +147,9 @@ def read_values(
     return values
 
 
-def read_options(
-    file: str | Path,
-    say: Callable[[str], None] = print_note,
-) -> dict[str, Any]:  # name -> value of the right type
+def read_options(file: str | Path) -> dict[str, Any]:  # name -> value of the right type
     "A YAML file of options. UserError names all that is wrong with it, each with its line."
-    values = read_values(read_entries(file, OPTIONS), OPTIONS, say)
+    values = read_values(read_entries(file, OPTIONS))
     if values.get("resume") or values.get("dry_run"):
         raise UserError(f"{file}: resume and dry_run belong on the command line.")
     return values
@@ -198,7 +194,7 @@ def metrics_help() -> str:
 
 def help_text(
     program: type,  # the docstring is the help; a line like "  --seed" stands for this option
-    options: dict[str, Field],  # of the program
+    options: dict[str, Field],  # the program's
     whole: bool = False,  # --help all: every option, what to watch, statuses, metrics
 ) -> str:
     "The help of a program. An option has its default, and unless `whole` only its first sentence."
@@ -250,7 +246,6 @@ def read_words(
     program: type,  # a dataclass of its own options
     takes_run: bool = True,  # it takes the options of a run as well
     nameless: str = "",  # as in `split_words`
-    say: Callable[[str], None] = print_note,  # called with each note
 ) -> dict[str, Any]:  # name -> value of the right type
     "UserError names all that is wrong with the words. SystemExit(0) after --help."
     options = (OPTIONS if takes_run else {}) | list_options(program)
@@ -258,7 +253,7 @@ def read_words(
     if "help" in words:
         print(help_text(program, options, takes_run and words["help"] == "all"))
         raise SystemExit(0)
-    return read_values([(name, value, "--") for name, value in words.items()], options, say)
+    return read_values([(name, value, "--") for name, value in words.items()], options)
 
 # %% ../../nbs/6_run/04_command_line.ipynb #cl104
 @dataclass
@@ -299,9 +294,11 @@ def code_of(config: Config) -> dict[str, str]:  # function -> the file or module
     "The functions and classes that a configuration names."
     reward, objective = config.reward, config.rollout.dit_objective
     places = function_places(reward.functions) | function_places(reward.dit_functions)
-    if ":" in objective:
-        places |= code_places([objective], "rollout.dit_objective")
-    return places
+    training, advantages = config.training, reward.grpo.advantages
+    places |= code_places([objective] * (":" in objective), "rollout.dit_objective")
+    places |= code_places([advantages] * bool(advantages), "reward.grpo.advantages")
+    places |= code_places([training.loss] * bool(training.loss), "training.loss")
+    return places | code_places(training.callback_names, "training.callbacks")
 
 
 def words_to_go_on(config: Config) -> str:
@@ -324,7 +321,7 @@ def check_trust(
         problems.append(
             f"{file}: the run uses code that you have not named: {', '.join(code)}. Running it "
             "gives it your rights. Read it; then add --trust_run_code, or name it yourself "
-            "(--reward.functions, --rollout.dit_objective)."
+            "(--reward.functions, --training.loss...)."
         )
     known = {url.rstrip("/") for url in (named.reward.remote or {}).values()}
     servers = dict.fromkeys((config.reward.remote or {}).values())
@@ -357,7 +354,7 @@ def began_with(
 
 
 def rising_rates(
-    was: TrainingConfig,  # of the run
+    was: TrainingConfig,  # in the run
     now: TrainingConfig,
     step: float,  # that is done
 ) -> Iterator[str]:
@@ -379,7 +376,7 @@ def rising_rates(
 
 
 def changes_of(
-    config: Config,  # of a resumed run
+    config: Config,  # options of a resumed run
     before: Config,  # the run's own
     checkpoint: Path | None = None,  # from which it goes on
 ) -> Iterator[str]:
@@ -393,52 +390,42 @@ def changes_of(
         yield from rising_rates(before.training, config.training, step_in(checkpoint))
 
 # %% ../../nbs/6_run/04_command_line.ipynb #cl106
-def stack(
-    layers: dict[str, dict[str, Any]],  # where options stand -> options; later ones win
-) -> Config:
-    "Layers over the defaults; `origins` tells where each option was set."
-    config = build(Config, *layers.values())
-    config.origins = {}
-    for place, values in layers.items():
-        names = (split_name(name, OPTIONS)[0] for name in values)
-        config.origins |= {name: place for name in names if name}
-    return config
-
-
 def load_options(
     typed: dict[str, Any],  # option -> value, of the command line
     run: Path | None = None,  # folder of a run whose options count; --resume names another
-    say: Callable[[str], None] = print_note,  # called with each note, such as a changed option
 ) -> Config:  # not yet checked
     """Command line, file and run to a `Config`. UserError: a file with a wrong option, code or
     servers that only the run names. SystemExit(0) after --print_config."""
     command = build(TrainOptions, typed)
     file, checkpoint, of_run, before = command.config, None, {}, ""
-    in_file, began = (read_options(file, say), name_file(file)) if file else ({}, "")
+    in_file, began = (read_options(file), name_file(file)) if file else ({}, "")
     named = build(Config, in_file, typed)  # what the user names
     if named.resume:
         checkpoint = find_checkpoint(named.resume, named.training.output_dir)
         run = run_folder(checkpoint)
     if run:
-        of_run, before = read_options(run / "config.yaml", say), began_with(run)
+        of_run, before = read_options(run / "config.yaml"), began_with(run)
         of_run[PLACE] = str(run)  # also if it was moved, or the file names another
         in_file.pop(PLACE, None)
         if file and began.split()[-1] in before:  # the digest
             in_file = {}
-            say(
+            print_note(
                 f"{file}: the run began with this file, so it changes nothing. Give changes on "
                 "the command line"
             )
     layers = {f"in {run}": of_run, f"in {file}": in_file, "on the command line": typed}
-    config = stack(layers)
+    config = build(Config, *layers.values())
+    config.origins = {}  # where each option was set
+    for place, values in layers.items():
+        config.origins |= {split_name(name, OPTIONS)[0]: place for name in values}
     config.read_from = began or before or None
     config.resume = str(checkpoint) if checkpoint else None
     if run:
         check_trust(config, named, run / "config.yaml", command.trust_run_code)
         for note in changes_of(config, build(Config, of_run), checkpoint):
-            say(note)
+            print_note(note)
     elif checkpoint:
-        say(f"{checkpoint}: in no run's folder, so the options are those given here")
+        print_note(f"{checkpoint}: in no run's folder, so the options are those given here")
     if command.print_config:
         print(to_yaml(config), end="")
         raise SystemExit(0)
@@ -448,10 +435,9 @@ def load_options(
 def parse_args(
     argv: list[str],  # words of `python -m glm_grpo.train`
     run: Path | None = None,
-    say: Callable[[str], None] = print_note,
 ) -> Config:  # not yet checked
     "As `load_options`, of words. UserError, SystemExit(0) also as `read_words`."
-    return load_options(read_words(argv, TrainOptions, say=say), run, say)
+    return load_options(read_words(argv, TrainOptions), run)
 
 # %% ../../nbs/6_run/04_command_line.ipynb #n024
 def run_command(

@@ -4,10 +4,9 @@
 
 # %% auto #0
 __all__ = ['LARGEST_SIDE', 'T', 'OF_THE_TINY_MODEL', 'OPTIONS', 'RENAMED', 'GONE', 'MOVED', 'declared_in', 'ModelConfig',
-           'LengthOptions', 'TrainingConfig', 'RewardConfig', 'size_problem', 'DataConfig', 'Config', 'reward_weights',
-           'brought_by_user', 'image_height_width', 'tracker_names', 'part_of', 'trainer_options', 'denoising_problems',
-           'weight_problems', 'has_wandb_key', 'tracker_problems', 'reward_problems', 'is_large', 'default_problems',
-           'check_config', 'to_yaml', 'translate']
+           'LengthOptions', 'TrainingConfig', 'RewardConfig', 'size_problem', 'DataConfig', 'Config', 'part_of',
+           'trainer_options', 'denoising_problems', 'weight_problems', 'has_wandb_key', 'tracker_problems',
+           'reward_problems', 'is_large', 'default_problems', 'check_config', 'to_yaml', 'translate']
 
 # %% ../../nbs/6_run/01_config.ipynb #n005
 import dataclasses
@@ -21,8 +20,10 @@ from typing import Any, Literal, TypeVar
 
 import yaml
 
-from ..data.basics import above, at_least, bundled, check_options, list_options, option
-from ..data.basics import UserError, option_value, refuse, shown
+from ..data.basics import bundled
+from ..data.options import above, at_least, check_options, list_options, option
+from ..data.basics import UserError, refuse, shown
+from ..data.options import option_value
 from ..data.images import height_width
 from ..data.rollout import RolloutOptions
 from ..model.adapters import LoraOptions
@@ -118,6 +119,16 @@ class LengthOptions:
 class TrainingConfig(RecordOptions, OptimizerOptions, StepOptions, LengthOptions):
     "How many steps, how large a step, what is written, and how often it is evaluated."
 
+    loss: str | None = option(
+        None,
+        "a loss of your own in place of reward.grpo.loss_type, my.py:f, called as "
+        "glm_grpo.compute_grpo_loss; see nbs/02_change_something.ipynb",
+    )
+    callbacks: list[str] | str | None = option(
+        None,
+        "callbacks of your own, my.py:C or a list: classes derived from glm_grpo.Callback, made "
+        "without arguments and called at each step and each evaluation",
+    )
     eval_samples: int = option(
         2,
         "images per held-out prompt, before and after training; 0: no evaluation",
@@ -132,6 +143,28 @@ class TrainingConfig(RecordOptions, OptimizerOptions, StepOptions, LengthOptions
     eval_prompts: int | None = option(
         None, "how many held-out prompts to use, from the first on; null: all", at_least(1)
     )
+
+    patience: int | None = option(
+        None,
+        "training ends after so many evaluations in a row that are no better than the best one "
+        "before them (held-out reward; needs eval_interval); null: after max_steps",
+        at_least(1),
+    )
+    stop_at: float | None = option(
+        None,
+        "training ends once the held-out reward has reached this value (needs eval_interval); "
+        "null: after max_steps",
+    )
+
+    @property
+    def callback_names(self) -> list[str]:
+        "None, one or several, each file.py:name."
+        return [self.callbacks] if isinstance(self.callbacks, str) else list(self.callbacks or ())
+
+    @property
+    def tracker_names(self) -> list[str]:
+        "None, one or several."
+        return [self.trackers] if isinstance(self.trackers, str) else list(self.trackers or ())
 
 # %% ../../nbs/6_run/01_config.ipynb #n018
 @dataclass
@@ -193,6 +226,24 @@ class RewardConfig:
     normalise: Literal["none", "group"] = declared_in(TrainerOptions, "normalise")
     grpo: GRPOOptions = field(default_factory=GRPOOptions)
 
+    def weights(
+        self,
+        dit: bool = False,  # True: those of the denoising policy's own sum
+    ) -> dict[str, float]:  # part -> weight; empty: no part is named
+        "The parts of the reward with their weights. UserError: two parts of one name."
+        metrics, functions = self.metrics or {}, self.functions
+        if dit:
+            metrics, functions = self.dit_metrics or {}, self.dit_functions
+        return metrics | dict.fromkeys(named_functions(functions, tuple(METRICS)), 1.0) | metrics
+
+    def brought(self) -> Brought:
+        "What the user brings for metrics: functions, weights, remote rewards."
+        taken = tuple(METRICS)
+        functions = named_functions(self.functions, taken)
+        functions |= named_functions(self.dit_functions, taken)
+        waits = {"timeout": self.time_limit, "patience": 60 * self.remote_patience}
+        return Brought(functions, self.models or {}, self.remote or {}, waits)
+
 # %% ../../nbs/6_run/01_config.ipynb #n021
 LARGEST_SIDE = 4096  # pixels; the model was trained up to 2048
 
@@ -250,6 +301,11 @@ class DataConfig:
         "folder of their source images; null: source_images next to the file, if it exists",
     )
 
+    @property
+    def size(self) -> tuple[int, int]:
+        "Height and width of the images in pixels."
+        return height_width(self.image_size)
+
 # %% ../../nbs/6_run/01_config.ipynb #n024
 @dataclass
 class Config:
@@ -276,42 +332,6 @@ class Config:
     origins = None  # type: dict[str, str] | None  # option -> where it was set; else: default
     read_from = None  # type: str | None  # a line that names the --config file, with its digest
 
-# %% ../../nbs/6_run/01_config.ipynb #n032
-def reward_weights(
-    config: Config,
-    dit: bool = False,  # True: the denoising policy's own sum
-) -> dict[str, float]:  # part -> weight; empty where the denoising policy has no sum of its own
-    "The parts of the reward with their weights. UserError: two parts of one name."
-    reward = config.reward
-    metrics, functions = reward.metrics, reward.functions
-    if dit:
-        metrics, functions = reward.dit_metrics, reward.dit_functions
-    metrics = metrics or {}
-    weights = metrics | dict.fromkeys(named_functions(functions, tuple(METRICS)), 1.0) | metrics
-    if weights or dit:
-        return weights
-    return {"edit": 1.0} if config.training.mode == "i2i" else {"scene": 1.0}
-
-# %% ../../nbs/6_run/01_config.ipynb #n035
-def brought_by_user(config: Config) -> Brought:
-    "What the user brings for metrics: functions, weights, remote rewards."
-    reward, taken = config.reward, tuple(METRICS)
-    functions = named_functions(reward.functions, taken)
-    functions |= named_functions(reward.dit_functions, taken)
-    waits = {"timeout": reward.time_limit, "patience": 60 * reward.remote_patience}
-    return Brought(functions, reward.models or {}, reward.remote or {}, waits)
-
-# %% ../../nbs/6_run/01_config.ipynb #n038
-def image_height_width(config: Config) -> tuple[int, int]:
-    "The image's size in pixels."
-    return height_width(config.data.image_size)
-
-# %% ../../nbs/6_run/01_config.ipynb #n043
-def tracker_names(config: Config) -> list[str]:
-    "The trackers as a list: none, one or several."
-    names = config.training.trackers
-    return [names] if isinstance(names, str) else list(names or ())
-
 # %% ../../nbs/6_run/01_config.ipynb #n046
 T = TypeVar("T")
 
@@ -324,7 +344,7 @@ def part_of(section: Any, cls: type[T]) -> T:
 
 def trainer_options(config: Config) -> TrainerOptions:
     "The options that the trainer takes."
-    height, width = image_height_width(config)
+    height, width = config.data.size
     return TrainerOptions(
         height=height,
         width=width,
@@ -366,7 +386,7 @@ def denoising_problems(config: Config) -> Iterator[str]:
 # %% ../../nbs/6_run/01_config.ipynb #kn009
 def weight_problems(config: Config) -> Iterator[str]:
     "Options of weights, optimizer and reference that do not go together."
-    model, training = config.model, config.training
+    model, training, grpo = config.model, config.training, config.reward.grpo
     elsewhere = config.dry_run and training.machine
     has_8bit = elsewhere or importlib.util.find_spec("bitsandbytes")
     if training.optimizer != "adamw" and not has_8bit:
@@ -374,13 +394,24 @@ def weight_problems(config: Config) -> Iterator[str]:
             "training.optimizer: the package bitsandbytes is not installed. "
             "pip install 'glm_grpo[8bit]', or take adamw."
         )
+    limits = training.patience is not None or training.stop_at is not None
+    if limits and not (training.eval_interval and training.eval_samples):
+        yield (
+            "training.patience, training.stop_at: they need evaluations during training. Set "
+            "training.eval_interval, and eval_samples above 0."
+        )
+    if grpo.advantages and config.reward.normalise == "group":
+        yield (
+            "reward.grpo.advantages: reward.normalise group compares the parts of the reward by "
+            "itself. Set it to none."
+        )
     halves = [half for half in ("ar", "dit") if model.component in (half, "both")]
-    if any(map(config.reward.grpo.beta_of, halves)) and not model.lora:
+    if any(map(grpo.beta_of, halves)) and not model.lora:
         yield (
             "reward.grpo.beta needs model.lora true: the reference policy is the model with the "
             "adapter switched off. Train with LoRA, or set beta (and dit_beta) to 0."
         )
-    grpo, names = config.reward.grpo, ("clip_range_high", "delta", "beta")
+    names = ("clip_range_high", "delta", "beta")
     if halves == ["dit"]:
         given = [name for name in names[:2] if getattr(grpo, name) is not None]
         yield from (
@@ -422,10 +453,10 @@ def has_wandb_key() -> bool:
         return bool(wandb.api.api_key)
 
 
-def tracker_problems(config: Config) -> Iterator[str]:
+def tracker_problems(names: list[str]) -> Iterator[str]:
     "Trackers that do not exist or are not installed, and W&B without a key."
     writes = os.environ.get("RANK", "0") in ("", "0")
-    for name in tracker_names(config):
+    for name in names:
         if not importlib.util.find_spec(name):
             yield (
                 f"training.trackers {name}: there is no such tracker, or its package is not "
@@ -438,30 +469,30 @@ def tracker_problems(config: Config) -> Iterator[str]:
             )
 
 # %% ../../nbs/6_run/01_config.ipynb #kn019
-def reward_problems(config: Config) -> Iterator[str]:
+def reward_problems(reward: RewardConfig, mode: str) -> Iterator[str]:
     "Names and weights of metrics, models, functions and remote rewards."
-    reward, brought = config.reward, brought_by_user(config)
-    own, remote = brought.functions, brought.remote
+    brought = reward.brought()
+    functions, remote = brought.functions, brought.remote
     for name in sorted({*brought.models} - {*BRING_WEIGHTS}):
         yield f"reward.models.{name}: no such metric. Give weights for one of {[*BRING_WEIGHTS]}."
-    for name in sorted({*own} & {*remote}):
+    for name in sorted({*functions} & {*remote}):
         yield f"reward.remote.{name}: a function has this name. Rename one of them."
     for name, url in remote.items():  # also of a reward that is only measured
         try:
             check_address(url)
         except UserError as e:
             yield f"reward.remote.{name}: {e}"
-    if not (reward.use_advanced or own):  # the distance to the target image
+    if not (reward.use_advanced or functions):  # the distance to the target image
         if reward.normalise == "group":
             yield (
                 "reward.normalise group compares the parts of a weighted sum. Set "
                 "reward.use_advanced true, or take none."
             )
         return
-    known = {*METRICS, *remote, *own}
-    for_edits = {"edit", "edit_check"} if config.training.mode == "t2i" else set()
+    known = {*METRICS, *remote, *functions}
+    for_edits = {"edit", "edit_check"} if mode == "t2i" else set()
     for where, dit in (("reward.metrics", False), ("reward.dit_metrics", True)):
-        weights = reward_weights(config, dit)
+        weights = reward.weights(dit)
         if weights and not any(weights.values()):
             yield f"{where}: all weights are 0. Give one metric a weight, like {{scene: 1.0}}."
         for name in sorted({*weights} - known):
@@ -519,8 +550,8 @@ def check_config(
     rules = [*default_problems(config, trains), *loss_problems(config.reward.grpo)]
     rules += [*denoising_problems(config), *weight_problems(config)]
     if trains:  # evaluations write no curves
-        rules += tracker_problems(config)
-    refuse([*rules, *reward_problems(config)])
+        rules += tracker_problems(config.training.tracker_names)
+    refuse([*rules, *reward_problems(config.reward, config.training.mode)])
 
 # %% ../../nbs/6_run/01_config.ipynb #n049
 def to_yaml(config: Config) -> str:
@@ -554,7 +585,7 @@ MOVED = {  # values elsewhere -> here; None: images are found without a name
 
 
 def translate(
-    name: str,  # of an option, or of an entry of its value
+    name: str,  # an option's, or that of an entry of its value
     value: Any,
 ) -> tuple[str, Any, str]:  # today's name and value, and a note if they differ
     "An option of the first plan or of an older run as it is written here."

@@ -25,24 +25,28 @@ from ..model.objectives import find_objective
 from ..model.tokens import check_prompt_lengths, check_source_sizes
 from ..model.wrapper import COMPONENTS
 from .build import lora_options
-from .config import Config, image_height_width
+from ..data.rollout import RolloutOptions
+from .config import Config, ModelConfig
 from ..training.ranks import process_count
 
 
-def tokens_of(config: Config) -> int:
+def tokens_of(
+    size: tuple[int, int],  # height and width in pixels
+    mode: str,  # t2i or i2i
+) -> int:
     """Tokens per sample: the large grid with a token per 32 x 32 pixels, and for text-to-image the
     preview of about 256 tokens."""
-    h, w = (side // 32 for side in image_height_width(config))
+    h, w = (side // 32 for side in size)
     preview = int(math.sqrt(h / w) * 16) * int(math.sqrt(w / h) * 16)
-    return h * w + (preview if config.training.mode == "t2i" else 0)
+    return h * w + (preview if mode == "t2i" else 0)
 
 
-def deciding_steps(config: Config) -> int:
+def deciding_steps(rollout: RolloutOptions) -> int:
     "Decisions per image that the DiT learns from. Of noisy steps, the last adds no noise."
-    if not find_objective(config.rollout.dit_objective).adds_noise:
-        return config.rollout.matching_times
-    noisy = max(0, config.rollout.num_inference_steps - 1)
-    return min(config.rollout.window or noisy, noisy)
+    if not find_objective(rollout.dit_objective).adds_noise:
+        return rollout.matching_times
+    noisy = max(0, rollout.num_inference_steps - 1)
+    return min(rollout.window or noisy, noisy)
 
 
 def count_work(
@@ -54,7 +58,7 @@ def count_work(
     training = config.training
     grpo = config.reward.grpo
     component = config.model.component
-    steps = training.max_steps
+    tokens, steps = tokens_of(config.data.size, training.mode), training.max_steps
     every = training.eval_interval
     samples = steps * training.batch_size * grpo.group_size
     images = samples * (grpo.images_per_sample if component == "both" else 1)
@@ -65,28 +69,30 @@ def count_work(
         "steps": steps,
         "passes through the prompts": round(steps * training.batch_size / prompts, 1),
         "images": images,
-        "tokens to learn from": samples * tokens_of(config) * (component != "dit"),
-        "denoising steps to learn from": images * deciding_steps(config) * (component != "ar"),
+        "tokens to learn from": samples * tokens * (component != "dit"),
+        "denoising steps to learn from": images
+        * deciding_steps(config.rollout)
+        * (component != "ar"),
         "optimizer steps": steps * training.updates_per_rollout * training.mini_batches,
         "images in evaluations": evaluations * evaluated,
     }
 
 # %% ../../nbs/6_run/17_plan.ipynb #w016
 def count_trained(
-    config: Config,
-    layout: dict,  # of `model_layout`
+    model: ModelConfig,
+    layout: dict,  # result of `model_layout`
 ) -> dict[str, int]:  # half that trains -> number of trained parameters
     "Count the trained parameters. UserError: an adapter for a layer that does not exist."
     counts = {}
-    lora = lora_options(config)
-    for half in COMPONENTS[config.model.component]:
-        model = build_part(half, layout[half]["config"])  # without the memory of its weights
+    lora = lora_options(model)
+    for half in COMPONENTS[model.component]:
+        part = build_part(half, layout[half]["config"])  # without the memory of its weights
         if lora:
-            add_lora(model, lora, half=half)
+            add_lora(part, lora, half=half)
         else:
-            for part in trainable_parts(half, model):
-                part.requires_grad_(True)
-        counts[half] = sum(p.numel() for p in model.parameters() if p.requires_grad)
+            for trained in trainable_parts(half, part):
+                trained.requires_grad_(True)
+        counts[half] = sum(p.numel() for p in part.parameters() if p.requires_grad)
     return counts
 
 # %% ../../nbs/6_run/17_plan.ipynb #m007
@@ -96,10 +102,10 @@ class Transformer:
 
     width: int
     layers: int
-    tokens: int  # of a prompt and its image, or patches of an image
+    tokens: int  # those of a prompt and its image, or patches of an image
     kept: int  # numbers that a layer keeps of a token for its backward pass
     in_use: int  # more of them while the backward pass is in the layer
-    passes: int  # of an image through the half, together in the update
+    passes: int  # how often an image goes through the half, together in the update
 
 
 @dataclass
@@ -107,16 +113,16 @@ class Step:
     "What one process works on in a training step."
 
     config: Config
-    layout: dict  # of `model_layout`
-    prompt_tokens: int = 64  # of the longest prompt, about
-    dtype: torch.dtype = torch.bfloat16  # of the weights
+    layout: dict  # result of `model_layout`
+    prompt_tokens: int = 64  # length of the longest prompt, about
+    dtype: torch.dtype = torch.bfloat16  # number format of the weights
     processes: int = 1  # they share the prompts, and with `training.shard` what trains
-    room: int | None = None  # of `bytes_for_tokens`; None: tokens are sampled all at once
+    room: int | None = None  # bytes, see `bytes_for_tokens`; None: tokens are sampled all at once
 
     def __post_init__(self):
         config, rollout, grpo = self.config, self.config.rollout, self.config.reward.grpo
         training, component = config.training, config.model.component
-        self.trained = count_trained(config, self.layout)
+        self.trained = count_trained(config.model, self.layout)
         prompts = max(1, training.batch_size // self.processes)
         self.images = self.samples = prompts * grpo.group_size
         if component == "dit":
@@ -124,8 +130,8 @@ class Step:
         elif component == "both":
             self.images *= grpo.images_per_sample
         self.micro_batch = min(training.micro_batch_size or self.images, self.images)
-        self.new_tokens = tokens_of(config)
-        self.pixels = math.prod(image_height_width(config))
+        self.new_tokens = tokens_of(config.data.size, training.mode)
+        self.pixels = math.prod(config.data.size)
         text = self.layout["ar"]["config"]["text_config"]
         width, feed = text["hidden_size"], text["intermediate_size"]
         layers, tokens = text["num_hidden_layers"], self.prompt_tokens + self.new_tokens
@@ -188,7 +194,7 @@ def estimate_memory(
     adamw = 2 + 8 / 256 if training.optimizer == "adamw_8bit" else 8
     averaged = trained * (training.ema_decay is not None)
     averaged += of_dit * (training.slow_copy_decay is not None)
-    latents = 3 * deciding_steps(config) + 1 if of_dit else 0
+    latents = 3 * deciding_steps(config.rollout) + 1 if of_dit else 0
     latents *= layout["dit"]["config"]["in_channels"] * step.pixels // 64
     kept = {
         # adapters, or float32 copies of weights in a shorter format
@@ -245,18 +251,19 @@ def read_machine(
 
 # %% ../../nbs/6_run/17_plan.ipynb #n010
 def longest_prompt(
-    config: Config,
+    model: ModelConfig,
+    size: tuple[int, int],  # height and width of the images in pixels
     *datasets: T2IDataset,
 ) -> int:  # tokens; where the model was not downloaded yet: a third of its bytes and 32
     "UserError: a prompt is too long for the model, or a source has a size that it does not read."
-    folder = local_folder(config.model.name, config.model.revision)
+    folder = local_folder(model.name, model.revision)
     if folder is None:
         for edits in (data for data in datasets if isinstance(data, I2IDataset)):
             check_source_sizes(edits)
         return max(len(p.encode()) for data in datasets for p in data.prompts) // 3 + 32
     parts = load_prompt_parts(folder)
-    size = image_height_width(config)
-    return max(check_prompt_lengths(parts, data, *size) for data in datasets) - tokens_of(config)
+    tokens = max(check_prompt_lengths(parts, data, *size) for data in datasets)
+    return tokens - tokens_of(size, "i2i" if isinstance(datasets[0], I2IDataset) else "t2i")
 
 # %% ../../nbs/6_run/17_plan.ipynb #n016
 LESS_MEMORY = (
@@ -290,7 +297,7 @@ def plan(
     layout = model_layout(model.name, model.revision)
     total = sum(numbers_in(part["shapes"]) for part in layout.values())
     room = bytes_for_tokens(device, total * dtype.itemsize, memory)
-    longest = longest_prompt(config, dataset, heldout)
+    longest = longest_prompt(model, config.data.size, dataset, heldout)
     step = Step(config, layout, longest, dtype, processes, room)
     trained = ", ".join(f"{half} {n:,}" for half, n in step.trained.items())
     say("model", f"{model.name}: {total:,} numbers in {dtype}, of which train: {trained}")

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from ..data.basics import UserError, at_least, atomic_write, check_output_folder, option
+from ..data.basics import UserError, atomic_write, check_output_folder
+from ..data.options import at_least, option
 from ..data.prompts import T2IDataset, collate
 from ..maths.advantages import equal_groups
 from ..maths.noise import SampleNames, named_generator, request_names
@@ -34,7 +35,7 @@ from glm_grpo.run.build import (
     open_data,
     resolve,
 )
-from .config import Config, check_config, image_height_width
+from .config import check_config
 from .command_line import TrainOptions, build, load_options, read_words, run_command
 from .evaluation import without_nan
 from ..training.figures import ShownFigure, save_figure
@@ -62,7 +63,7 @@ def level_variances(
 
 def variance_parts(
     rewards: Tensor,  # [Q, P, K, M]: prompts, previews, large grids, images
-    resamples: int = 1000,  # of the bootstrap over prompts
+    resamples: int = 1000,  # draws of the bootstrap over prompts
 ) -> dict[str, tuple[float, float]]:
     """The share of each level in the reward's variance, with its standard error: "prompts" of the
     whole variance, the others of the variance within a prompt. NaN where there is none."""
@@ -84,7 +85,7 @@ def group_numbers(
 ) -> dict[str, float]:
     """Mean reward and mean of the best of P previews; the share of prompts whose previews have
     equal rewards, and of token samples whose images have."""
-    # of an edit, which has no preview, the large grids are compared
+    # an edit has no preview: its large grids are compared
     tokens = rewards[:, 0] if rewards.shape[1] == 1 else rewards[:, :, 0]  # [Q, P, M] or [Q, K, M]
     means = tokens.mean(2)
     return {
@@ -96,8 +97,8 @@ def group_numbers(
 
 # %% ../../nbs/6_run/15_probe.ipynb #3145ab29
 def advice(
-    parts: dict[str, tuple[float, float]],  # of `variance_parts`
-    numbers: dict[str, float],  # of `group_numbers`
+    parts: dict[str, tuple[float, float]],  # result of `variance_parts`
+    numbers: dict[str, float],  # result of `group_numbers`
 ) -> str:
     "What the numbers suggest, in one or two sentences."
     if numbers["equal_tokens"] > 0.9 and numbers["equal_images"] > 0.9:
@@ -127,15 +128,15 @@ def advice(
 
 # %% ../../nbs/6_run/15_probe.ipynb #f0f1884d
 def sample_trees(
-    config: Config,
     model: GLMImageWrapper,
     dataset: T2IDataset,  # training prompts
-    reward: Callable | dict[str, Callable],  # of `make_reward`
+    reward: Callable | dict[str, Callable],  # result of `make_reward`
     num_prompts: int,
     shape: Sequence[int],  # P previews, K large grids of each, M images of each
+    seed: int,
+    **options,  # arguments of generate_with_tracking: height, width, options
 ) -> dict[str, Tensor]:  # reward, and its parts -> [Q, P, K, M]
     "The rewards of all images of the trees of the first prompts that differ."
-    height, width = image_height_width(config)
     of_prompts: dict[str, list[Tensor]] = {}
     different: dict[Hashable, int] = {}  # a repeated prompt would have the same images again
     for i, key in enumerate(dataset.keys()):
@@ -144,7 +145,7 @@ def sample_trees(
         batch = collate([dataset[i]])
         prompts, sources = batch["prompts"], batch.get("source_images")
         names = SampleNames.grow(
-            config.training.seed,
+            seed,
             0,
             request_names(prompts, sources),
             samples=shape[0] * shape[1],
@@ -153,18 +154,12 @@ def sample_trees(
             own_noise=True,
         )
         rollout = model.generate_with_tracking(
-            prompts,
-            sources,
-            height=height,
-            width=width,
-            names=names,
-            score=False,
-            options=config.rollout,
+            prompts, sources, names=names, score=False, **options
         )
         for policy, one in each_reward(reward).items():
-            scores = PendingRewards.of_batch(one, batch, len(rollout)).finish(rollout.image_tensors)
-            parts = scores.parts if len(scores.parts) > 1 else {}  # a sum of one part is that part
-            for name, rewards in {"reward": scores.rewards, **parts}.items():
+            total = PendingRewards.of_batch(one, batch, len(rollout)).finish(rollout.image_tensors)
+            parts = total.parts if len(total.parts) > 1 else {}  # a sum of one part is that part
+            for name, rewards in {"reward": total.rewards, **parts}.items():
                 key = f"{policy}/{name}" if policy else name
                 of_prompts.setdefault(key, []).append(rewards.view(shape))
     trees = {}
@@ -185,15 +180,15 @@ def sample_trees(
 
 # %% ../../nbs/6_run/15_probe.ipynb #122882f5
 def shares_figure(
-    found: dict[str, dict[str, tuple[float, float]]],  # reward or part -> of `variance_parts`
+    rewards: dict[str, dict[str, tuple[float, float]]],  # reward or part -> of `variance_parts`
 ) -> ShownFigure:
     "The shares of the variance within a prompt, a bar for each reward."
-    figure = ShownFigure(figsize=(7, 0.8 + 0.45 * len(found)), layout="constrained")
+    figure = ShownFigure(figsize=(7, 0.8 + 0.45 * len(rewards)), layout="constrained")
     axis = figure.subplots()
-    left = np.zeros(len(found))
+    left = np.zeros(len(rewards))
     for level in LEVELS[1:]:
-        shares = [max(0.0, parts[level][0]) for parts in found.values()]
-        axis.barh(list(found), shares, left=left, label=level, height=0.6)
+        shares = [max(0.0, parts[level][0]) for parts in rewards.values()]
+        axis.barh(list(rewards), shares, left=left, label=level, height=0.6)
         left += shares
     axis.invert_yaxis()
     axis.set_xlabel("share of the variance within a prompt")
@@ -244,17 +239,20 @@ def probe_command(argv: list[str]) -> int:
     if config.training.mode == "i2i":
         options["grids"] *= options["previews"]
         options["previews"] = 1
-    dataset, _ = open_data(config)
-    reward = make_reward(config)
-    size = image_height_width(config)
-    check_reward(reward, dataset, *size)
-    model = load_model(config)
-    check_prompt_lengths(model, dataset, *size)
+    dataset, _ = open_data(config.data, config.training.mode)
+    reward = make_reward(config.reward, config.model.component)
+    height, width = config.data.size
+    check_reward(reward, dataset, height, width)
+    seed = config.training.seed
+    model = load_model(config.model, seed)
+    check_prompt_lengths(model, dataset, height, width)
     number, *shape = options.values()
+    sampling = {"height": height, "width": width, "options": config.rollout}
+    trees = sample_trees(model, dataset, reward, number, shape, seed, **sampling)
     record: dict[str, Any] = {"options": options}
-    found = {}
-    for name, rewards in sample_trees(config, model, dataset, reward, number, shape).items():
-        parts = found[name] = variance_parts(rewards)
+    shares = {}
+    for name, rewards in trees.items():
+        parts = shares[name] = variance_parts(rewards)
         numbers = group_numbers(rewards)
         print(
             f"{name}, {len(rewards)} prompts: mean {numbers['mean']:.4f}, best of the token "
@@ -266,12 +264,12 @@ def probe_command(argv: list[str]) -> int:
             of = "the variance" if level == "prompts" else "that within a prompt"
             print(f"  between {level:12} {share:6.3f} +- {error:.3f} of {of}")
         print(f"  {advice(parts, numbers)}")
-        shares = dict(zip(LEVELS, without_nan(parts.values())))
-        record[name] = {"shares": shares, **numbers, "rewards": rewards.tolist()}
+        known = dict(zip(LEVELS, without_nan(parts.values())))
+        record[name] = {"shares": known, **numbers, "rewards": rewards.tolist()}
     with atomic_write(file) as f:
         json.dump(record, f)
     figure = file.with_name("probe.png")
-    save_figure(shares_figure(found), figure)
+    save_figure(shares_figure(shares), figure)
     print(f"written: {file}, {figure}")
     return 0
 

@@ -21,12 +21,12 @@ from ..data.basics import UserError, atomic_write
 from ..data.images import image_address
 from glm_grpo.run.alarms import (
     Change,
+    Evaluation,
     alarm_figure,
     compare_evaluations,
-    prompts_label,
     reward_hacking_alarm,
 )
-from .config import Config
+from .config import ModelConfig
 from ..training.agreement import Agreement
 from ..training.figures import ShownFigure, image_grid, png_address, step_curves
 
@@ -37,20 +37,20 @@ def score_text(reward: float | None) -> str:
 
 
 def before_after_grid(
-    before: dict,  # result of `evaluate`
-    after: dict | None,  # of the trained model; None: one image per prompt
+    before: Evaluation,
+    after: Evaluation | None,  # the trained model; None: one image per prompt
 ) -> ShownFigure:
     """The first twelve prompts, with the same seed side by side, each with its reward; for edits
     with the source."""
     shown = {"before": before} | ({"after": after} if after else {})
     blocks = []
-    for i, prompt in enumerate(before["prompts"][:12]):
-        row = [(before["sources"][i], "source")] if before.get("sources") else []
+    for i, prompt in enumerate(before.prompts[:12]):
+        row = [(before.sources[i], "source")] if before.sources else []
         for name, result in shown.items():
-            row.append((result["images"][i][0], f"{name} {score_text(result['rewards'][i][0])}"))
+            row.append((result.images[i][0], f"{name} {score_text(result.rewards[i][0])}"))
         blocks.append((prompt, row))
-    means = " → ".join(f"{result['reward_mean']:.3f}" for result in shown.values())
-    title = f"mean reward {means} on {len(before['prompts'])} {prompts_label(before)}"
+    means = " → ".join(f"{result.reward_mean:.3f}" for result in shown.values())
+    title = f"mean reward {means} on {len(before.prompts)} {before.kind()}"
     return image_grid(blocks, 3 if after else 6, title)
 
 # %% ../../nbs/6_run/11_report.ipynb #n014
@@ -61,27 +61,27 @@ def masked(rewards: Sequence) -> np.ma.MaskedArray:
 
 def _card(
     i: int,  # number of the prompt
-    results: dict[str, dict],  # before and, perhaps, after -> result of `evaluate`
-    difference: float,  # of the prompt's mean rewards
+    results: dict[str, Evaluation],  # before and, perhaps, after
+    difference: float,  # after minus before, of the prompt's mean rewards
 ) -> dict:
     "One prompt: the images of the seed that changed most, its rewards and metrics."
     first = results["before"]
-    rewards = masked([result["rewards"][i] for result in results.values()])
+    rewards = masked([result.rewards[i] for result in results.values()])
     gains = (rewards[-1] - rewards[0]).filled(0)  # 0: one of the two has no score
     seed = int((gains * (np.sign(difference) or np.sign(gains))).argmax())
     pair: list[tuple[str, str, float]] = []
     metrics: dict[str, list[float]] = {}
     for name, result in results.items():
-        address = image_address(result["images"][i][seed], side=384)
-        pair.append((name, address, result["rewards"][i][seed]))
-        for metric in first.get("metrics", ()):
-            table = result["values"].get(metric)
+        address = image_address(result.images[i][seed], side=384)
+        pair.append((name, address, result.rewards[i][seed]))
+        for metric in first.metrics:
+            table = result.values.get(metric)
             if table and table[i][seed] is not None:
                 metrics.setdefault(metric, []).append(table[i][seed])
     return {
-        "source": image_address(first["sources"][i], side=384) if first.get("sources") else None,
+        "source": image_address(first.sources[i], side=384) if first.sources else None,
         "pair": pair,
-        "prompt": first["prompts"][i],
+        "prompt": first.prompts[i],
         "difference": difference,
         "means": rewards.mean(1).tolist(),  # None: no score
         "seed": seed,
@@ -106,7 +106,7 @@ def number_text(
 
 
 def merge_equal(
-    changes: Sequence[Change],  # of `compare_evaluations`
+    changes: Sequence[Change],  # result of `compare_evaluations`
 ) -> list[Change]:
     "The rows of the table: what shows the same numbers, up to the sign, has one row."
     rows: dict[tuple[float, float], Change] = {}
@@ -120,8 +120,9 @@ def merge_equal(
 
 
 def run_facts(
-    config: Config,
-    lines: Sequence[dict],  # of metrics.jsonl
+    model: ModelConfig,
+    max_steps: int,
+    lines: Sequence[dict],  # lines of metrics.jsonl
 ) -> dict[str, str]:
     "What was run: the command, the date, the model, the steps."
     seconds = sum(line.get("seconds") or 0 for line in lines)
@@ -129,21 +130,21 @@ def run_facts(
     return {
         "command": shlex.join(["python", *sys.orig_argv[1:]]),
         "date": time.strftime("%Y-%m-%d %H:%M"),
-        "model": f"{config.model.name}, trained: {config.model.component}",
-        "steps": f"{done} of {config.training.max_steps}, {seconds / 60:.1f} minutes",
+        "model": f"{model.name}, trained: {model.component}",
+        "steps": f"{done} of {max_steps}, {seconds / 60:.1f} minutes",
     }
 
 
 def write_page(
-    path: str | Path,  # of the HTML file
-    before: dict,  # result of `evaluate`
-    after: dict | None,  # of the trained model, on the same prompts and seeds; None: interrupted
+    path: str | Path,  # the HTML file
+    before: Evaluation,
+    after: Evaluation | None,  # trained, the same prompts and seeds; None: interrupted
     *,
     trained: Sequence[str] = (),  # names of the metrics that have a weight in the reward
     # evaluations of the whole run, for the alarm and its curves; None: these two
-    history: Sequence[dict] | None = None,
-    lines: Sequence[dict] = (),  # of metrics.jsonl, for the curves of the steps
-    agreement: Agreement | None = None,  # of sampling and scoring, before the first update
+    history: Sequence[Evaluation] | None = None,
+    lines: Sequence[dict] = (),  # lines of metrics.jsonl, for the curves of the steps
+    agreement: Agreement | None = None,  # that of sampling and scoring before the first update
     facts: dict[str, str] | None = None,  # what was run, as of `run_facts`
     title: str = "Before and after training",
 ) -> None:
@@ -154,12 +155,12 @@ def write_page(
     results = {"before": before} | ({"after": after} if after else {})
     evaluations = list(history or results.values())
     last = after or evaluations[-1]
-    if last["prompts"] != before["prompts"]:
+    if last.prompts != before.prompts:
         raise UserError(
             "The two evaluations are of different prompts, so their images cannot stand "
             "side by side. Evaluate both on the same prompts."
         )
-    gains = masked((after or before)["rewards"]) - masked(before["rewards"])
+    gains = masked((after or before).rewards) - masked(before.rewards)
     change = gains.mean(1).filled(0).round(6)  # below that it is rounding
     order = np.argsort(-np.abs(change), kind="stable").tolist()
     curves = [alarm_figure(evaluations, trained)] if len(evaluations) > 2 else []
@@ -173,7 +174,7 @@ def write_page(
         after=after,
         rows=merge_equal(compare_evaluations(before, last, trained)),
         last=evaluations[-1],
-        kind=prompts_label(before),
+        kind=before.kind(),
         alarms=reward_hacking_alarm(evaluations, trained),
         facts=facts,
         curves=[png_address(figure) for figure in curves],

@@ -23,13 +23,15 @@ from ..data.basics import UserError, atomic_write, check_output_folder
 from ..data.prompts import read_records
 from ..model.tokens import check_prompt_lengths
 from ..rewards.calling import reward_name
-from .alarms import compare_evaluations
+from .alarms import Evaluation, compare_evaluations
 from glm_grpo.run.build import (
     check_reward,
     describe_apostrophes,
     describe_data,
     each_reward,
     load_on_ranks,
+    load_own_code,
+    lora_options,
     make_reward,
     make_trainer,
     open_data,
@@ -38,7 +40,7 @@ from glm_grpo.run.build import (
     resolve,
 )
 from .command_line import parse_args, run_command, words_to_go_on
-from .config import Config, check_config, image_height_width, to_yaml
+from .config import Config, check_config, to_yaml
 from glm_grpo.run.evaluation import (
     PeriodicEvaluation,
     describe_result,
@@ -48,7 +50,8 @@ from glm_grpo.run.evaluation import (
 from .plan import plan
 from .report import before_after_grid, run_facts, write_page
 from ..training.callbacks import CheckpointCallback
-from ..training.checkpoints import newer_than, read_note, rescue_steps
+from ..training.checkpoints import adapter_note, check_fits, newer_than, read_note
+from ..training.checkpoints import rescue_steps
 from ..training.figures import save_figure, step_curves
 from ..training.interrupts import Interrupts, Stopped, remedy
 from ..training.options import with_options
@@ -66,19 +69,21 @@ class Run:
         held: contextlib.ExitStack,  # for the lock of the folder
     ):
         self.config, self.ranks, self.interrupts, self.held = config, ranks, interrupts, held
-        self.size = image_height_width(config)
+        self.size = config.data.size
         self.out: Path | None = None  # the folder, until `take_folder`
         for line in unused_settings():
             self.say("note", line)
-        self.dataset, self.heldout = open_data(config)
-        # of the checkpoint that it resumes from
-        self.first_step = check_resume(config, len(self.dataset)) if config.resume else 0
-        for line in describe_newer(config, self.first_step):
-            self.say("note", line)
-        self.reward = make_reward(config)
+        self.dataset, self.heldout = open_data(config.data, config.training.mode)
+        self.first_step = 0  # that of the checkpoint that it resumes from
+        if config.resume:
+            self.first_step = check_resume(config, len(self.dataset))
+            for line in describe_newer(config.training.output_dir, self.first_step):
+                self.say("note", line)
+        self.reward = make_reward(config.reward, config.model.component)
+        self.own = load_own_code(config.training, config.reward.grpo)
         for prompts in (self.dataset, self.heldout):
             check_reward(self.reward, prompts, *self.size)
-        self.say("data", describe_data(config, self.dataset, self.heldout))
+        self.say("data", describe_data(config.data, self.dataset, self.heldout))
         for line in describe_apostrophes(self.dataset, self.heldout):
             self.say("note", line)
         for policy, one in each_reward(self.reward).items():
@@ -108,7 +113,7 @@ class Training:
         several = f" on {ranks.world} ranks" if ranks.world > 1 else ""
         run.say("model", f"loading {config.model.name}{several}")
         self.run = run
-        self.model = load_on_ranks(config, ranks)
+        self.model = load_on_ranks(config.model, training.seed, ranks)
         run.say("", repr(self.model))
         for prompts in (run.dataset, run.heldout):
             check_prompt_lengths(self.model, prompts, *run.size)
@@ -117,33 +122,36 @@ class Training:
         run.out = self.out
         self.interrupted = self.out / "checkpoints" / "checkpoint_interrupt"
         self.config = with_options(config, {"training.output_dir": str(self.out)})
-        self.others = other_metrics(config, run.reward) if training.eval_samples else ({}, {})
+        self.others: tuple[dict, dict] = {}, {}
+        if training.eval_samples:
+            self.others = other_metrics(config.reward.brought(), run.reward)
         self.watch = PeriodicEvaluation(
             self.out / "eval_history.jsonl",
             self.measure,
             training.eval_interval if training.eval_samples else 0,
             [name for name, weight in part_weights(run.reward).items() if weight],
             ranks,
+            training.patience,
+            training.stop_at,
         )
-        self.before: dict | None = None  # results of `evaluate`
-        self.after: dict | None = None
+        self.before: Evaluation | None = None
+        self.after: Evaluation | None = None
         if training.shard:
             ranks.shard(self.model)
-        self.trainer = make_trainer(
-            config, self.model, run.dataset, run.reward, self.out, self.watch, ranks
-        )
+        data = run.dataset, run.reward, self.out, self.watch
+        self.trainer = make_trainer(config, self.model, *data, ranks, run.own)
         if not config.resume and ranks.first:
             write_config(self.config, self.out)
         run.say("run", str(self.out))
 
-    def measure(self, name: str | None = None) -> dict:
+    def measure(self, name: str | None = None) -> Evaluation:
         "Evaluate the held-out prompts; all ranks share them."
         run = self.run
         data = self.config, run.heldout, run.reward, name, self.others, run.ranks
         with self.trainer.optimizer.averaged():
             return evaluate_config(self.model, *data)
 
-    def evaluate(self, phase: str) -> dict | None:
+    def evaluate(self, phase: str) -> Evaluation | None:
         "Measure before or after training, and print what came out."
         run, number = self.run, self.config.training.eval_samples
         if not number:
@@ -151,7 +159,7 @@ class Training:
         run.say(phase, f"measuring {number} images of each prompt")
         result = self.measure(f"{phase:>10}")
         run.say(phase, describe_result(result, run.reward))
-        self.watch.add(self.trainer.step, result)
+        self.watch.add(self.trainer, result)
         return result
 
     def train(self) -> bool:  # whether all steps are done; else all ranks stopped after one step
@@ -179,7 +187,7 @@ class Training:
         run.interrupts.trainer = trainer
         trainer.train(training.max_steps - trainer.step)
         run.interrupts.trainer = None
-        if trainer.step < training.max_steps:
+        if trainer.step < training.max_steps and not self.watch.enough:
             if run.ranks.shards:  # saved by all: they stop together
                 trainer.save_checkpoint(self.interrupted)
             return False
@@ -213,7 +221,7 @@ def make_folder(
     while True:
         number += 1
         out = Path("outputs") / f"run_{number:03d}"
-        with contextlib.suppress(FileExistsError):  # of another run
+        with contextlib.suppress(FileExistsError):  # another run has it
             out.mkdir(parents=True)
             return out
 
@@ -299,31 +307,15 @@ def check_resume(
     (all are named), or has nothing left to do."""
     resume, model, training = str(config.resume), config.model, config.training
     note = read_note(resume)
-    made = (note["data"] or {}) | note["made_by"]
-    made |= {"number of prompts": made.get("n"), "optimizer": note["options"].get("optimizer")}
-    made |= {f"lora_{name}": value for name, value in (made["lora"] or {}).items()}
-    made["lora"] = made["lora"] is not None
-    here = {
+    made_by = {
         "model": Path(model.name).name,
         "component": model.component,
         "mode": training.mode,
-        "optimizer": training.optimizer,
-        "lora": model.lora,
-        "lora_rank": model.lora_rank,
-        "lora_alpha": model.lora_alpha,
-        "batch_size": training.batch_size,
-        "seed": training.seed,
-        "number of prompts": prompts,
+        "lora": adapter_note(lora_options(model)),
     }
-    # None: the checkpoint does not say
-    wrong = [
-        f"{k} {made[k]}, not {own}" for k, own in here.items() if made.get(k) not in (None, own)
-    ]
-    if wrong:
-        raise UserError(
-            f"--resume {resume}: the checkpoint was made with {'; '.join(wrong)}. Leave these "
-            "options out, and those of the checkpoint's run are taken; or train without --resume."
-        )
+    data = {"n": prompts, "batch_size": training.batch_size, "seed": training.seed}
+    here = {"made_by": made_by, "options": {"optimizer": training.optimizer}, "data": data}
+    check_fits(resume, note, here)
     step = note["step"]
     steps = training.max_steps
     if step >= steps:
@@ -335,20 +327,17 @@ def check_resume(
 
 
 def describe_newer(
-    config: Config,
+    out: str | None,  # folder of a resumed run
     step: int,  # that the run goes on from
 ) -> list[str]:
-    "A sentence, if checkpoints of later steps are in the folder of the run."
-    out = config.training.output_dir
-    newer = newer_than(Path(out) / "checkpoints", step) if config.resume and out else []
-    if not newer:
-        return []
+    "A sentence, if checkpoints of later steps are in the folder."
+    newer = newer_than(Path(out) / "checkpoints", step) if out else []
     names = ", ".join(checkpoint.name for checkpoint in newer)
     return [
         f"{out} has checkpoints after step {step}: {names}. They stay until this run "
         "saves the same steps, and --resume latest takes the furthest. To keep the two apart, give "
         "another --output_dir"
-    ]
+    ] * bool(newer)
 
 # %% ../../nbs/6_run/19_train.ipynb #n016
 def read_metrics(path: str | Path) -> list[dict]:
@@ -388,7 +377,7 @@ def write_results(training: Training) -> None:
             history=watch.history,
             lines=lines,
             agreement=training.trainer.agreement,
-            facts=run_facts(training.config, lines),
+            facts=run_facts(training.config.model, training.config.training.max_steps, lines),
         )
     if lines:
         save_figure(step_curves(lines, watch.history), out / "reward_curve.png")

@@ -44,6 +44,13 @@ class Callback:
     ) -> None:
         "After each step."
 
+    def on_evaluate(
+        self,
+        trainer: Any,  # a `MinimalGRPOTrainer`; at `trainer.step`
+        evaluation: Any,  # an `Evaluation`: reward_mean, metrics... of the held-out prompts
+    ) -> None:
+        "After each evaluation of a run, on all ranks: before, during and after training."
+
     def on_train_end(self, trainer: Any) -> None:
         "At the end, also after an exception."
 
@@ -68,23 +75,23 @@ def describe_step(
     before (fewer while there are fewer than twenty); each policy's gradient norm, ratio, clip
     fraction and KL, and whether it learnt nothing; warnings."""
     metrics, rewards = trainer.history[-1], [line["reward_mean"] for line in trainer.history]
-    told = f"reward {rewards[-1]:.3f}"
+    text = f"reward {rewards[-1]:.3f}"
     if width := min(10, len(rewards) // 2):
         before, last = np.reshape(rewards[-2 * width :], (2, width)).mean(1)
-        told += f" (last {width}: {last:.3f}, {last - before:+.3f})"
+        text += f" (last {width}: {last:.3f}, {last - before:+.3f})"
     for policy in trainer.policies:
         prefix = f"{policy}/" if len(trainer.policies) > 1 else ""
         for column, (name, form) in SHOWN.items():
             if (value := metrics.get(prefix + column)) is not None:  # not each loss has all
-                told += f", {prefix}{name} {value:{form}}"
+                text += f", {prefix}{name} {value:{form}}"
         if metrics.get(f"{prefix}equal_groups") == 1:
-            told += f", {prefix}all groups equal"
-            told += ": nothing learnt" if metrics[f"{prefix}grad_norm"] == 0 else ""
+            text += f", {prefix}all groups equal"
+            text += ": nothing learnt" if metrics[f"{prefix}grad_norm"] == 0 else ""
         if metrics[f"{prefix}skipped"]:
-            told += f", {prefix}NOT FINITE, so no update"
-    if metrics.get("alarms"):  # of the evaluation in between
-        told += f", {metrics['alarms']:.0f} WARNINGS above"
-    return told
+            text += f", {prefix}NOT FINITE, so no update"
+    if metrics.get("alarms"):  # from the evaluation in between
+        text += f", {metrics['alarms']:.0f} WARNINGS above"
+    return text
 
 
 class ProgressLines(Callback):
@@ -209,7 +216,7 @@ class CheckpointCallback(Callback):
 def start_tracker(
     name: str,
     output_dir: Path,
-    step: int,  # of the trainer
+    step: int,  # the trainer's
 ) -> Any:  # a `GeneralTracker` of accelerate
     "accelerate's tracker of this name. UserError: it cannot start."
     from accelerate import Accelerator

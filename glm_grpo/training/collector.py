@@ -25,6 +25,7 @@ from ..maths.noise import SampleNames, request_names
 from ..rewards.calling import RewardError, reward_name
 from ..rewards.weighted import PendingRewards, Rewards, group_means
 from .experience import Experience, compare_samples, join_rewards
+from .experience import own_advantages
 from .metrics import PeakMemory
 from .options import TrainerOptions
 from .ranks import Ranks
@@ -76,6 +77,7 @@ class Collector:
                 )
             self.rewards[name] = reward
         grpo, policies = options.grpo, list(model.policies.values())
+        self.own_advantages = own_advantages(grpo)
         self.warned_of_missing = False
         self.slow_copy_samples = any(p.slow_copy_samples(options.rollout) for p in policies)
         self.images_per_prompt = grpo.group_size  # rows of a rollout with the same prompt
@@ -218,7 +220,7 @@ class Collector:
         for name, policy in policies.items():
             own, reward = policy.samples(rollout, self.images_per_prompt), self.rewards[name]
             images, of_reward = len(rollout) // len(own), rewards[reward]
-            how = reward, own.group_size, images, self.options
+            how = reward, own.group_size, images, self.options, self.own_advantages
             of_samples, advantages, counted[name] = compare_samples(of_reward, *how)
             samples[name] = own.with_advantages(ranks.own(advantages), ranks.own(counted[name]))
             prefix = f"{name}/" if len(policies) > 1 else ""

@@ -14,6 +14,7 @@ import textwrap
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -82,7 +83,7 @@ def sample_grid(experience: Experience) -> ShownFigure:
 # %% ../../nbs/5_training/13_figures.ipynb #c13a004
 def save_figure(
     figure: ShownFigure,
-    path: str | Path,  # of the PNG
+    path: str | Path,  # the PNG
 ) -> None:
     "Write a figure as a PNG, complete or not at all."
     with atomic_write(path, "wb") as f:
@@ -98,8 +99,8 @@ HEALTH = {"grad_norm": "gradient norm", "clip_fraction": "clip fraction", "kl": 
 
 
 def step_curves(
-    lines: Sequence[dict],  # of metrics.jsonl: step, reward_mean, perhaps those of HEALTH
-    evaluations: Sequence[dict] = (),  # step, reward_mean, perhaps standard_error
+    lines: Sequence[dict],  # lines of metrics.jsonl: step, reward_mean, perhaps those of HEALTH
+    evaluations: Sequence[Any] = (),  # with step, reward_mean, standard_error
     health: bool = True,  # False: only the reward, in a small figure
 ) -> ShownFigure:
     "Reward against step, with a running mean over a tenth of the run; below, what HEALTH is not 0."
@@ -118,8 +119,9 @@ def step_curves(
     if width > 1:
         top.plot(steps, means, color="C0", label=f"mean of {width} steps")
     if evaluations:
-        at, held_out = zip(*[(one["step"], one["reward_mean"]) for one in evaluations])
-        errors = [one.get("standard_error", 0) for one in evaluations]
+        at = [one.step for one in evaluations]
+        held_out = [one.reward_mean for one in evaluations]
+        errors = [one.standard_error for one in evaluations]
         top.errorbar(at, held_out, errors, fmt="o", color="k", ms=4, lw=1, label="evaluated")
     top.set(xlabel="step", ylabel="mean reward")
     top.legend(fontsize=9, loc="lower left", bbox_to_anchor=(0, 1), ncols=4, frameon=False)

@@ -13,8 +13,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
-from ..data.basics import UserError, above, at_least, check_options, list_options
-from ..data.basics import option, option_value, refuse
+from ..data.basics import UserError
+from ..data.options import above, at_least, check_options, list_options
+from ..data.basics import refuse
+from ..data.options import option, option_value
 from ..data.rollout import RolloutOptions
 
 # %% ../../nbs/5_training/01_options.ipynb #n007
@@ -168,6 +170,11 @@ class GroupOptions:
         "divisor of the advantage (reward minus mean of the group): the standard deviation of the "
         "group, of the batch, or none (Dr. GRPO, arXiv 2503.20783); exponential: those of FlowAWR "
         "(arXiv 2606.30376), where the best samples count most",
+    )
+    advantages: str | None = option(
+        None,
+        "a function of your own in place of scale, my.py:f: it gets the rewards [B*G], groups next "
+        "to each other, and the group size, and returns the advantages [B*G]; null: scale",
     )
     advantage_clip: float | None = option(
         None,

@@ -21,7 +21,7 @@ if __name__ == "__main__":
     assert Path(glm_grpo.__file__).is_relative_to(sys.argv[1]), glm_grpo.__file__
     assert not list(Path().iterdir()), "the folder is not empty"
     edits = resolve(Config(training=TrainingConfig(mode="i2i")))
-    training, held_out = open_data(edits)
+    training, held_out = open_data(edits.data, "i2i")
     print("edits", len(training), len(held_out), flush=True)
     assert LPIPS().weights
     assert train(SMALL.split()) == 0

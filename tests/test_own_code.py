@@ -1,0 +1,97 @@
+"A loss, advantages and callbacks by their files: used, checked before loading, and trusted."
+
+import pytest
+from helpers import main, read_jsonl, resume, small, told
+
+CODE = """
+import torch
+from glm_grpo import Callback, compute_grpo_loss
+
+def loss(new, old, advantages, **options):
+    value, metrics = compute_grpo_loss(new, old, advantages, **options)
+    return value, metrics | {"mine": torch.tensor(7.0)}
+
+def best_only(rewards, group_size):
+    groups = rewards.view(-1, group_size)
+    return (groups == groups.amax(1, keepdim=True)).float().flatten()
+
+def short(new, old):
+    return new.sum(), {}
+
+def few(rewards, group_size):
+    return rewards[:1]
+
+class Note(Callback):
+    def on_evaluate(self, trainer, evaluation):
+        print(f"heard {evaluation.reward_mean:.2f} at {trainer.step}")
+
+    def on_step_end(self, trainer, metrics, experience):
+        metrics["noted"] = 3.0
+
+class NoCallback:
+    pass
+"""
+pytestmark = pytest.mark.usefixtures("at_root")
+
+
+@pytest.fixture
+def mine(folder):
+    file = folder / "mine.py"
+    file.write_text(CODE)
+    return file
+
+
+def test_a_loss_advantages_and_a_callback_by_file_train_and_resume(folder, mine, capsys):
+    out, words = folder / "run", small(folder, "--training.eval_samples", 1)
+    words += ["--training.loss", f"{mine}:loss", "--training.callbacks", f"{mine}:Note"]
+    words += ["--reward.grpo.advantages", f"{mine}:best_only", "--output_dir", out]
+    assert main(*words, "--num_steps", 1) == 0
+    (line,) = read_jsonl(out / "metrics.jsonl")
+    assert line["mine"] == 7 and line["noted"] == 3 and line["advantage_mean"] > 0.4
+    printed = capsys.readouterr().out
+    assert "at 0" in printed and "at 1" in printed
+    final = out / "checkpoints/checkpoint_final"
+    assert main("--resume", final, "--num_steps", 2) == 2
+    message = told(capsys)
+    assert all(f"mine.py:{name}" in message for name in ("loss", "best_only", "Note"))
+    assert resume(final, "--num_steps", 2, "--trust_run_code") == 0
+    assert [line["mine"] for line in read_jsonl(out / "metrics.jsonl")] == [7, 7]
+
+
+@pytest.mark.parametrize(
+    "option, name, message",
+    [
+        ("training.loss", "short", "Write def f(new, old, advantages, **options)"),
+        ("training.loss", "missing", "has no function or class missing"),
+        ("training.callbacks", "NoCallback", "no class derived from glm_grpo.Callback"),
+        ("reward.grpo.advantages", "short", "Write def f(rewards, group_size)"),
+    ],
+)
+def test_code_that_does_not_fit_is_refused_before_the_model_is_loaded(
+    folder, mine, capsys, option, name, message
+):
+    named = f"{mine}:{name}"
+    if name == "short" and "advantages" in option:
+        mine.write_text(CODE.replace("def short(new, old)", "def short(new)"))
+    words = small(folder, f"--{option}", named, "--output_dir", folder / "run")
+    assert main(*words, "--num_steps", 1) == 2
+    output = told(capsys)
+    assert f"{option} {named}: " in output and message in output
+    assert not (folder / "run").exists()
+
+
+def test_advantages_of_another_shape_stop_the_run(folder, mine, capsys):
+    words = small(folder, "--reward.grpo.advantages", f"{mine}:few", "--num_steps", 1)
+    assert main(*words, "--output_dir", folder / "run") == 2
+    assert "must return as many finite advantages" in told(capsys)
+
+
+def test_a_run_ends_when_the_held_out_reward_is_enough(folder, capsys):
+    out, words = folder / "run", small(folder, "--training.eval_samples", 1, "--num_steps", 5)
+    words += ["--training.eval_interval", 1, "--training.stop_at", -9, "--output_dir", out]
+    assert main(*words) == 0
+    assert len(read_jsonl(out / "metrics.jsonl")) == 1 and (out / "eval.json").exists()
+    assert "training.stop_at -9" in capsys.readouterr().out
+    assert (out / "checkpoints/checkpoint_best").exists()
+    assert main(*small(folder, "--training.patience", 2)) == 2
+    assert "training.patience, training.stop_at: they need evaluations" in told(capsys)
