@@ -18,17 +18,8 @@ def pytest_addoption(parser):
     )
 
 
-LONG = [
-    "second_device",
-    "ranks",
-    "cli",
-    "matching",
-    "odd_rewards",
-    "faults",
-    "model",
-    "kill",
-    "tiny",
-]
+LONG = """second_device ranks machines cli model matching first_minutes faults options_act kill
+packaging probe signals tiny""".split()
 
 
 def pytest_configure(config):

@@ -516,7 +516,7 @@ def test_parts_are_logged_and_evaluations_during_training_can_be_repeated(
 
 
 @pytest.mark.parametrize(
-    "mode, component", [("t2i", "dit"), ("t2i", "both"), ("i2i", "ar"), ("i2i", "both")]
+    "mode, component", [("i2i", "dit"), ("t2i", "both"), ("i2i", "ar"), ("i2i", "both")]
 )
 def test_each_half_in_each_mode_trains_and_goes_on_bit_for_bit(folder, mode, component, request):
     """1 of 2 steps, resume, 1 step == 2 steps; before the update every ratio is 1; the evaluation

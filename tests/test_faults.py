@@ -180,13 +180,14 @@ TOO_LONG_PROMPTS = {
 
 @pytest.fixture
 def one_step_on(folder, capsys):
-    "Train one step on a prompt -> exit status."
+    "Train one step of an edit with a prompt -> exit status."
+    for name in ("source_images", "target_images"):
+        for number in (1, 2):
+            (folder / name / f"{number}.png").unlink()
 
     def train(prompt):
         (folder / "prompts.txt").write_text(prompt.strip() + "\n")
-        return main(
-            *small(without_images(folder), "--num_steps", 1, "--output_dir", folder / "run")
-        )
+        return main(*small(folder, "--num_steps", 1, "--output_dir", folder / "run"))
 
     return train
 

@@ -124,21 +124,17 @@ def test_private_names_stay_at_home():
 DEVELOPERS = ("nbdev", "fastcore", "execnb", "nbconvert", "nbformat", "nbclient", "pytest")
 
 
-def test_what_is_imported_and_when():
-    "A toy needs neither transformers nor diffusers; no module needs a developer's package."
+def test_no_module_needs_a_developers_package():
     names = [module_name(path) for path in TREES if path.name != "__main__.py"]
     code = f"""
 import importlib, sys
 sys.modules.update(dict.fromkeys({DEVELOPERS}))
-from glm_grpo import compute_advantages, compute_grpo_loss, sde_step
-from glm_grpo import T2IDataset, MinimalGRPOTrainer, simple_reward_function
-print([m for m in ("transformers", "diffusers") if m in sys.modules])
 for name in {names}:
     importlib.import_module(name)
 """
     assert {"glm_grpo", "glm_grpo.train", "glm_grpo.model.tokens"} <= set(names)
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert done.stdout.strip() == "[]" and done.returncode == 0, done.stdout + done.stderr
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def code_lines(path, node=None):

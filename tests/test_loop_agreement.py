@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from helpers import ROOT
+from PIL import Image
 
 from glm_grpo.data.basics import refusal
 from glm_grpo.model import sampler
@@ -14,8 +15,9 @@ from glm_grpo.training.callbacks import JsonlLogger, ProgressLines
 from glm_grpo.training.trainer import MinimalGRPOTrainer
 
 TINY = str(ROOT / "data/tiny-glm-image")
-BATCH = {"prompts": ["a cat in the middle on a red ground"]}
-SMALL = {"height": 64, "width": 64, "num_inference_steps": 2, "guidance_scale": 1.0}
+# an edit has no preview, so its tokens are sampled in 16 steps and not in 272
+BATCH = {"prompts": ["make it red"], "source_images": [[Image.new("RGB", (128, 128), "olive")]]}
+SMALL = {"height": 128, "width": 128, "num_inference_steps": 2, "guidance_scale": 1.0}
 HOT = {"temperature": 1.5, "top_p": 1.0}
 score_tokens, sample_tokens = sampler.score_tokens, sampler.sample_tokens
 
@@ -27,7 +29,8 @@ def greenness(images):
 def trainer_of(component="ar", dtype="float32", **changes):
     lora = {"lora": {"rank": 4}, "device": "cpu", "torch_dtype": dtype}
     model = GLMImageWrapper(TINY, component, **lora)
-    options = SMALL | HOT | {"group_size": 2, "callbacks": (), "learning_rate": 1e-3} | changes
+    options = SMALL | HOT | {"group_size": 2, "callbacks": (), "learning_rate": 1e-3}
+    options |= {"mode": "i2i"} | changes
     return MinimalGRPOTrainer(model, [BATCH], greenness, **options)
 
 

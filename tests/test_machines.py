@@ -12,7 +12,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import GREEN, PROMPTS, ROOT, files, main, read_jsonl, small, told
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.utils.launch import prepare_simple_launcher_cmd_env
+from helpers import GREEN, PROMPTS, ROOT, files, main, read_jsonl, small, told, write_images
 from programs.train_on_ranks import Work, run
 from ranks import free_port, on_ranks
 from test_ranks import check_same_metrics, weights
@@ -80,6 +82,7 @@ def test_the_slurm_script_for_several_machines_trains(tmp_path, at_root):
     "As one process does; the machine of rank 0 alone writes a run and prints."
     (tmp_path / "prompts.txt").write_text("\n".join(PROMPTS[:2]) + "\n")
     (tmp_path / "green.py").write_text(GREEN)
+    write_images(tmp_path / "source_images", ["olive", "navy"])
     machines = [tmp_path / "one", tmp_path / "two"]
     for machine in machines:
         machine.mkdir()
@@ -164,13 +167,16 @@ def test_settings_of_accelerate_that_are_not_used_are_named(folder, at_root, mon
     file.write_text(
         "{mixed_precision: bf16, num_processes: 1, use_cpu: true, distributed_type: 'NO'}"
     )
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(file)]
-    done = subprocess.run(
-        [*command, "-m", "glm_grpo.train", *words], capture_output=True, text=True, cwd=ROOT
-    )
-    assert (
-        "note  accelerate's settings are not used: ACCELERATE_MIXED_PRECISION=bf16" in done.stdout
-    )
+    launch = ["--config_file", str(file), "-m", "glm_grpo.train", *words]
+    launch, *_ = _validate_launch_command(launch_command_parser().parse_args(launch))
+    command, environment = prepare_simple_launcher_cmd_env(launch)  # what its process gets
+    assert command[1:4] == ["-m", "glm_grpo.train", *words[:1]]
+    with monkeypatch.context() as launched:
+        for name in environment.keys() - os.environ.keys() | set(LAUNCHER_SETTINGS):
+            launched.setenv(name, environment[name])
+        assert main(*words) == 0
+    settings = "accelerate's settings are not used: ACCELERATE_MIXED_PRECISION=bf16"
+    assert f"note  {settings}" in capsys.readouterr().out
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     assert unused_settings()[0].endswith("ACCELERATE_USE_FSDP=true (here: training.shard)")
 

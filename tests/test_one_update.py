@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 
 from glm_grpo.data.rollout import Terms
 from glm_grpo.model.wrapper import GLMImageWrapper
@@ -12,7 +13,9 @@ from glm_grpo.training.trainer import MinimalGRPOTrainer
 
 TINY = Path(__file__).parents[1] / "data/tiny-glm-image"
 PROMPTS = list(ICONS)
-BATCH = {"prompts": ["two red cats", "a dog on a blue ground"]}
+SOURCES = [[Image.new("RGB", (64, 64), colour)] for colour in ("olive", "navy")]
+# an edit has no preview, so its tokens are sampled in 4 steps and not in 260
+BATCH = {"prompts": ["two red cats", "a dog on a blue ground"], "source_images": SOURCES}
 HOT = {"height": 64, "width": 64, "num_inference_steps": 2, "temperature": 1.5, "top_p": 1.0}
 
 
@@ -26,6 +29,7 @@ def tiny_run(scores_always, monkeypatch):
     "Weights and metrics of two steps, and how often tokens were scored without gradient."
     model = GLMImageWrapper(TINY, "both", device="cpu", lora={"rank": 4})
     options = HOT | {"micro_batch_size": 4, "callbacks": (), "dit_learning_rate": 1e-3}
+    options["mode"] = "i2i"
     trainer = MinimalGRPOTrainer(
         model, [BATCH], flat_for_cats, group_size=2, learning_rate=1e-2, **options
     )

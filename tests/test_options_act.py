@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from helpers import ROOT, read_json
+from PIL import Image
 
 from glm_grpo.data.basics import UserError
 from glm_grpo.model import sampler
@@ -267,13 +268,15 @@ def tiny():
     return model
 
 
+# an edit has no preview, so its tokens are sampled in 4 steps and not in 260
+SOURCES = [[Image.new("RGB", (64, 64), colour)] for colour in ("olive", "navy")]
 REAL_RUNS = {}  # needs of a row -> its run with the default
 
 
 def real_run(monkeypatch, **options):
     "What a rollout and its gradient have; the advantages are always the same."
     base = {"group_size": 2, "height": 64, "width": 64, "guidance_scale": 1.0, "callbacks": ()}
-    base |= {"temperature": 1.5, "top_p": 1.0, "micro_batch_size": None}
+    base |= {"temperature": 1.5, "top_p": 1.0, "micro_batch_size": None, "mode": "i2i"}
     decoded, sampled = [], []
 
     def noted_decode(pipe, latents):
@@ -289,7 +292,7 @@ def real_run(monkeypatch, **options):
     trainer = MinimalGRPOTrainer(
         tiny(), [], lambda images: images.mean((1, 2, 3)), **base | options
     )
-    experience = trainer.collect({"prompts": ["a cat on a red ground", "two dogs"]})
+    experience = trainer.collect({"prompts": ["make it red", "two dogs"], "source_images": SOURCES})
     for name, samples in experience.samples.items():
         alternating = 1 - 2.0 * (torch.arange(len(samples)) % 2)
         experience.samples[name] = samples.with_advantages(alternating, samples.counted)

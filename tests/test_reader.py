@@ -1,4 +1,4 @@
-"What a first reader meets: the times that the main road claims, and the README's example."
+"What a first reader meets: pages of bearable length, and the README's example."
 
 import json
 import os
@@ -27,22 +27,6 @@ def size_of(name):
     cells = cells_of(name)
     words = sum(len(text.split()) for text, is_code in cells if not is_code)
     return words, sum(lines_of(text) for text, is_code in cells if is_code)
-
-
-def minutes_of(name):
-    "Minutes at 200 words and 25 lines of code per minute."
-    words, lines = size_of(name)
-    return words / 200 + lines / 25
-
-
-def test_the_times_that_the_main_road_claims():
-    wrong = []
-    for name in ROAD:
-        text = "\n".join(text for text, is_code in cells_of(name) if not is_code)
-        claimed = int(re.search(r"\*\*Time\*\*: about (\d+) minutes", text)[1])
-        if abs(claimed - minutes_of(name)) > 1.5:
-            wrong.append(f"{name}: about {minutes_of(name):.0f} minutes")
-    assert wrong == []
 
 
 def test_the_main_road_takes_about_three_hours():

@@ -59,8 +59,8 @@ def make_trainer(model, mode="t2i", **options):
     return MinimalGRPOTrainer(model, [], reward, 2, mode=mode, **own | options)
 
 
-def make_batch(mode="t2i", prompts=PROMPTS):
-    batch = {"prompts": prompts}
+def make_batch(mode="t2i"):
+    batch = {"prompts": PROMPTS}
     if mode == "i2i":
         images = [Image.new("RGB", (64, 64), colour) for colour in ("red", "blue")]
         batch["source_images"] = [[image] for image in images]
@@ -156,7 +156,7 @@ def test_a_stream_must_wait_for_what_another_one_writes():
 
 # ------------------------------------------------------------------------------------- training
 TRAININGS = [("ar", "t2i", True), ("dit", "t2i", True)]
-TRAININGS += [("both", mode, lora) for mode in ("t2i", "i2i") for lora in (True, False)]
+TRAININGS += [("both", "t2i", True), ("both", "i2i", True), ("both", "i2i", False)]
 
 
 @pytest.mark.parametrize("component, mode, lora", TRAININGS)
@@ -184,21 +184,20 @@ def test_the_same_images_as_on_the_cpu(model_folder):
     images = []
     for where in ("cpu", "cuda"):
         model = load_model(model_folder, "dit", device=where, torch_dtype="float32")
-        rollout = make_trainer(model).collect(make_batch()).rollout
+        rollout = make_trainer(model, "i2i").collect(make_batch("i2i")).rollout
         images.append(rollout.image_tensors)
     assert (images[0] - images[1]).abs().max() < 0.02
 
 
-@pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
-def test_a_step_after_loading_is_the_step_without(model_folder, tmp_path, lora):
-    "Offload, moving average, checkpoint."
+def test_a_step_after_loading_is_the_step_without(model_folder, tmp_path):
+    "Offload, moving average, checkpoint of all weights. Adapters: `rank_cases`."
     options = {"ema_decay": 0.9}
-    straight = make_trainer(load_model(model_folder, "both", lora, offload=True), "i2i", **options)
+    straight = make_trainer(load_model(model_folder, "both", False, offload=True), "i2i", **options)
     batch = make_batch("i2i")
     straight.train_step(batch)
     straight.save_checkpoint(tmp_path / "one")
     straight.train_step(batch)
-    resumed = make_trainer(load_model(model_folder, "both", lora, offload=True), "i2i", **options)
+    resumed = make_trainer(load_model(model_folder, "both", False, offload=True), "i2i", **options)
     resumed.load_checkpoint(tmp_path / "one")
     resumed.train_step(batch)
     for a, b in zip(straight.optimizer.stepped, resumed.optimizer.stepped):
@@ -226,7 +225,7 @@ def test_offload_goes_on_where_memory_cannot_be_locked(model_folder, monkeypatch
     with pytest.warns(UserWarning, match="cannot be locked") as told:
         model = load_model(model_folder, "ar", offload=True)
     assert len(told) == 2 and not device.LOCKS.latched
-    assert make_trainer(model).train_step(make_batch())["ratio_mean"] == 1
+    assert make_trainer(model, "i2i").train_step(make_batch("i2i"))["ratio_mean"] == 1
 
 
 @pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
@@ -264,8 +263,9 @@ def test_the_programs(model_folder, tmp_path, monkeypatch, capsys):
 
 # ---------------------------------------------------------------------------------------- waits
 def waits_of_a_rollout(model, **options):
+    options = {"height": 128, "width": 128} | options
     with device.waits() as waits:
-        rollout = make_trainer(model, **options).collect(make_batch(prompts=PROMPTS[:1])).rollout
+        rollout = make_trainer(model, "i2i", **options).collect(make_batch("i2i")).rollout
     return waits, rollout.token_ids.shape[1]
 
 
@@ -287,8 +287,8 @@ def check_loop(few, many):
 
 
 def check_more_tokens(model, short):
-    waits, tokens = waits_of_a_rollout(model, height=128, width=128)
-    assert tokens > short[1]
+    waits, tokens = waits_of_a_rollout(model, width=256)
+    assert tokens == 2 * short[1] == 32
     check_loop(short[0], waits)
 
 
@@ -300,7 +300,7 @@ def test_sampling_tokens_does_not_wait(dit_model, short):
     "And nearly all steps are replays of a CUDA graph."
     before = device.Graph.replays
     check_more_tokens(dit_model, short)
-    assert device.Graph.replays - before > 250
+    assert device.Graph.replays - before == 32 - 1 - WARM_UP
 
 
 def test_denoising_does_not_wait(dit_model, short):
