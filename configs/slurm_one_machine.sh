@@ -10,10 +10,16 @@
 #SBATCH --cpus-per-task=64
 #SBATCH --mem=0                  # all memory of the machine
 #SBATCH --time=24:00:00
-# At the time limit SLURM ends the job without waiting for the running step. Checkpoints are written
-# every training.save_interval steps or training.save_minutes minutes. To go on, submit
-#   sbatch configs/slurm_one_machine.sh --resume latest --output_dir runs/first --trust_run_code
+#SBATCH --requeue                # after a failure of the machine
+#SBATCH --signal=B:USR1@600      # ten minutes before the time limit, to this script
+# The same command starts the run and goes on with it (--resume auto). Ten minutes before the time
+# limit the processes finish their step and save, and the job goes back into the queue. If a step
+# takes longer, the newest checkpoint counts (training.save_minutes).
 set -euo pipefail
 
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-8}"
-torchrun --standalone --nproc_per_node "${SLURM_GPUS_ON_NODE:-8}" -m glm_grpo.train "$@"
+torchrun --standalone --nproc_per_node "${SLURM_GPUS_ON_NODE:-8}" \
+    -m glm_grpo.train --resume auto --trust_run_code "$@" &
+launcher=$!
+trap 'pkill -TERM -P "$launcher"; wait "$launcher" || true; scontrol requeue "$SLURM_JOB_ID"' USR1
+wait "$launcher"

@@ -13,8 +13,10 @@
 #SBATCH --cpus-per-task=64
 #SBATCH --mem=0                  # all memory of the machines
 #SBATCH --time=24:00:00
-# At the time limit SLURM ends the job without waiting for the running step: see
-# slurm_one_machine.sh for how to go on.
+#SBATCH --requeue                # after a failure of a machine
+#SBATCH --signal=B:USR1@600      # ten minutes before the time limit, to this script
+# The same command starts the run and goes on with it (--resume auto). Ten minutes before the time
+# limit the job goes back into the queue; the newest checkpoint counts (training.save_minutes).
 set -euo pipefail
 
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-8}"
@@ -25,4 +27,7 @@ export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"  # srun does not inherit it (SL
 srun --kill-on-bad-exit=1 \
     torchrun --nnodes "$SLURM_JOB_NUM_NODES" --nproc_per_node "${SLURM_GPUS_ON_NODE:-8}" \
     --rdzv_backend c10d --rdzv_endpoint "$first_host:$port" --rdzv_id "$SLURM_JOB_ID" \
-    -m glm_grpo.train "$@"
+    -m glm_grpo.train --resume auto --trust_run_code "$@" &
+launcher=$!
+trap 'scontrol requeue "$SLURM_JOB_ID"' USR1
+wait "$launcher"

@@ -1,4 +1,4 @@
-"""kill -9 at random moments: the newest checkpoint always loads, `--resume latest` always goes on,
+"""kill -9 at random moments: the newest checkpoint always loads, `--resume auto` always goes on,
 and at the end nothing is different.
 
 python -m pytest -q -s tests/test_kill.py --kills 50
@@ -25,7 +25,7 @@ OPTIONS = {
 }
 SUMMARY = (
     "\n{kills} kills in {seen} steps, {torn} of them while a checkpoint was being written; each "
-    "time the newest checkpoint loaded and --resume latest went on; afterwards adapter, averages "
+    "time the newest checkpoint loaded and --resume auto went on; afterwards adapter, averages "
     "and metrics were those of a run that was never killed, bit for bit"
 )
 
@@ -67,8 +67,7 @@ def kill_again_and_again(run, words, kills, log):
     "-> steps that were saved at the end, kills while a checkpoint was being written."
     g, seen, torn = random.Random(0), 0, 0
     for _ in range(kills):
-        again = ["--resume", "latest"] if seen else []
-        words_of_run = [*words, *again, "--num_steps", 100000, "--output_dir", run]
+        words_of_run = [*words, "--resume", "auto", "--num_steps", 100000, "--output_dir", run]
         process = start(log, {}, main, words_of_run)
         kill_in_the_next_step(process, run, seen, log, g.random())
         torn += any((run / "checkpoints").glob(".*"))

@@ -123,7 +123,7 @@ with open(os.environ["ARGUMENTS"], "w") as f:
 def test_the_slurm_script_for_one_machine_starts_a_process_per_gpu(folder, at_root, capsys):
     "Its options are those of torchrun and of our command line."
     arguments = folder / "arguments.json"
-    words = small(folder, "--dry_run")
+    words = small(folder, "--dry_run", "--output_dir", folder / "run")
     run_all(
         [["bash", str(SCRIPTS / "slurm_one_machine.sh"), *words]],
         PATH=install(folder / "bin", torchrun=TORCHRUN),

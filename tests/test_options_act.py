@@ -63,6 +63,8 @@ def weighted():
 FAR = {"updates_per_rollout": 16, "learning_rate": 1.0, "dit_learning_rate": 4e-4}
 TWO_STEPS = {"steps": 2}
 NOT_FINITE = {"scores": float("nan"), "steps": 5, "updates_per_rollout": 1, "allow_ratio_gap": True}
+
+
 def signs(rewards, group_size):
     "Advantages of plus and minus one."
     groups = rewards.view(-1, group_size)

@@ -95,3 +95,19 @@ def test_a_run_ends_when_the_held_out_reward_is_enough(folder, capsys):
     assert (out / "checkpoints/checkpoint_best").exists()
     assert main(*small(folder, "--training.patience", 2)) == 2
     assert "training.patience, training.stop_at: they need evaluations" in told(capsys)
+
+
+def test_auto_starts_goes_on_and_sets_a_dead_run_aside(folder, capsys):
+    run = folder / "run"
+    words = small(folder, "--resume", "auto", "--output_dir", run, "--num_steps")
+    run.mkdir()
+    (run / "config.yaml").write_text("of a run that was killed before its first checkpoint")
+    assert main(*words, 1) == 0
+    printed = capsys.readouterr()
+    assert "no checkpoint in" in printed.out + printed.err
+    assert [path.name for path in (run / "without_checkpoint_1").iterdir()] == ["config.yaml"]
+    assert main(*words, 2) == 0  # the same command: it names the code, so it needs no trust
+    printed = capsys.readouterr()
+    assert "going on from" in printed.out + printed.err
+    assert len(read_jsonl(run / "metrics.jsonl")) == 2
+    assert main(*small(folder, "--resume", "auto")) == 2 and "Give one" in told(capsys)

@@ -321,7 +321,7 @@ def make_trainer(
         ProgressLines(training.log_interval),
     ]
     if not ranks.first:  # all ranks evaluate, and save weights that are spread over them
-        callbacks = [watch, *own.callbacks, *[saves] * ranks.shards]
+        callbacks = [watch, *own.callbacks, *([saves] if ranks.shards else [])]
     return MinimalGRPOTrainer(
         model,
         make_dataloader(dataset, training.batch_size, training.seed, ranks.rank, ranks.world),

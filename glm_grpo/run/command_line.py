@@ -6,7 +6,8 @@
 __all__ = ['SHORT', 'T', 'NOTES', 'PLACE', 'BEGAN_WITH', 'split_name', 'refuse_name', 'read_value', 'build', 'print_note',
            'read_values', 'read_options', 'entry_of', 'metrics_help', 'help_text', 'split_words', 'read_words',
            'TrainOptions', 'code_of', 'words_to_go_on', 'check_trust', 'name_file', 'began_with', 'rising_rates',
-           'changes_of', 'load_options', 'parse_args', 'run_command', 'ServeOptions', 'serve_command', 'serve_main']
+           'changes_of', 'newest_of', 'load_options', 'parse_args', 'run_command', 'ServeOptions', 'serve_command',
+           'serve_main']
 
 # %% ../../nbs/6_run/04_command_line.ipynb #c89e3e23f
 import difflib
@@ -34,7 +35,7 @@ from ..data.options import option_value, problem_with, read_entries
 from ..rewards.registry import METRICS, function_places, load_function
 from ..rewards.remote import TOKEN, serve
 from .config import GONE, OPTIONS, Config, TrainingConfig, to_yaml, translate
-from ..training.checkpoints import find_checkpoint, run_folder, step_in
+from ..training.checkpoints import find_checkpoint, newest_first, run_folder, step_in
 from ..training.interrupts import STATUSES, steady_output, take_debug, tell_end
 from ..training.interrupts import Interrupts
 from ..training.ranks import end_alone
@@ -294,11 +295,14 @@ def code_of(config: Config) -> dict[str, str]:  # function -> the file or module
     "The functions and classes that a configuration names."
     reward, objective = config.reward, config.rollout.dit_objective
     places = function_places(reward.functions) | function_places(reward.dit_functions)
-    training, advantages = config.training, reward.grpo.advantages
-    places |= code_places([objective] * (":" in objective), "rollout.dit_objective")
-    places |= code_places([advantages] * bool(advantages), "reward.grpo.advantages")
-    places |= code_places([training.loss] * bool(training.loss), "training.loss")
-    return places | code_places(training.callback_names, "training.callbacks")
+    named = {
+        "rollout.dit_objective": objective if ":" in objective else None,
+        "reward.grpo.advantages": reward.grpo.advantages,
+        "training.loss": config.training.loss,
+    }
+    for option_name, code in named.items():
+        places |= code_places([code] if code else [], option_name)
+    return places | code_places(config.training.callback_names, "training.callbacks")
 
 
 def words_to_go_on(config: Config) -> str:
@@ -390,6 +394,20 @@ def changes_of(
         yield from rising_rates(before.training, config.training, step_in(checkpoint))
 
 # %% ../../nbs/6_run/04_command_line.ipynb #cl106
+def newest_of(output_dir: str | None) -> str | None:
+    "The newest whole checkpoint of a run, for --resume auto; None: there is none. Says which."
+    if not output_dir:
+        raise UserError(
+            "--resume auto: it goes on in the folder of --output_dir, or starts there. Give one."
+        )
+    checkpoints = newest_first(Path(output_dir) / "checkpoints")
+    if checkpoints:
+        print_note(f"--resume auto: going on from {checkpoints[0]}")
+        return str(checkpoints[0])
+    print_note(f"--resume auto: no checkpoint in {output_dir}, so the run starts there")
+    return None
+
+
 def load_options(
     typed: dict[str, Any],  # option -> value, of the command line
     run: Path | None = None,  # folder of a run whose options count; --resume names another
@@ -400,6 +418,9 @@ def load_options(
     file, checkpoint, of_run, before = command.config, None, {}, ""
     in_file, began = (read_options(file), name_file(file)) if file else ({}, "")
     named = build(Config, in_file, typed)  # what the user names
+    auto = named.resume == "auto"
+    if auto:
+        named.resume = newest_of(named.training.output_dir)
     if named.resume:
         checkpoint = find_checkpoint(named.resume, named.training.output_dir)
         run = run_folder(checkpoint)
@@ -420,6 +441,7 @@ def load_options(
         config.origins |= {split_name(name, OPTIONS)[0]: place for name in values}
     config.read_from = began or before or None
     config.resume = str(checkpoint) if checkpoint else None
+    config.starts_over = auto and checkpoint is None
     if run:
         check_trust(config, named, run / "config.yaml", command.trust_run_code)
         for note in changes_of(config, build(Config, of_run), checkpoint):

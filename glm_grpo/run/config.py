@@ -319,8 +319,9 @@ class Config:
     resume: str | None = option(
         None,
         "continue from a checkpoint: its folder, or a run's folder (its newest checkpoint), or "
-        "latest (the newest in output_dir, else in outputs/). Options are those of that run, "
-        "unless a --config file or the command line changes them; changes are printed",
+        "latest (the newest in output_dir, else in outputs/); auto: the newest in output_dir if "
+        "there is one, else start there, so that one command serves for both. Options are those "
+        "of that run, unless a --config file or the command line changes them; changes are printed",
     )
     dry_run: bool = option(
         False,
@@ -329,6 +330,7 @@ class Config:
         "status 2 if the memory is too small",
     )
     # not options; `command_line` sets them
+    starts_over = False  # --resume auto without a checkpoint: a run that left none may be there
     origins = None  # type: dict[str, str] | None  # option -> where it was set; else: default
     read_from = None  # type: str | None  # a line that names the --config file, with its digest
 
