@@ -9,7 +9,9 @@ check:
 	mypy
 	python tools/make_readme.py --check
 	pytest -q tests/test_repository.py tests/test_house.py tests/test_reader.py tests/test_editor.py
-	OMP_NUM_THREADS=1 pytest -q -n 2 tests/test_maths.py tests/test_data.py tests/test_config.py
+	OMP_NUM_THREADS=1 pytest -q -n 2 tests/test_maths.py tests/test_data.py tests/test_config.py \
+	    "tests/test_options_act.py::test_each_option_has_a_row" \
+	    "tests/test_cli.py::test_configs_load"
 
 # all notebooks and all tests: the README's command without its installation
 test:

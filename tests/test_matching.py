@@ -383,7 +383,7 @@ def test_an_objective_of_ones_own_trains_from_the_command_line(folder, capsys):
     name = f"{folder / 'mine.py'}:FinishedImage"
     words = small(folder, "--model.component", "dit", "--rollout.dit_objective", name)
     assert main(*words, "--num_steps", 2, "--output_dir", folder / "short") == 2
-    assert "its decisions are steps (1,)" in told(capsys)  # one denoising step: number 0
+    assert "decisions returned [1]" in told(capsys)  # one denoising step: number 0
     words += ["--rollout.num_inference_steps", 3]
     assert main(*words, "--num_steps", 2, "--output_dir", folder / "run") == 0
     lines = read_jsonl(folder / "run/metrics.jsonl")
@@ -402,7 +402,7 @@ def test_an_objective_of_ones_own_trains_from_the_command_line(folder, capsys):
     "name, message",
     [
         ("match", "take one of steps, matching, nft"),
-        ("mine.py:nothing", "FileNotFoundError"),
+        ("mine.py:nothing", "there is no file"),
         ("math:sqrt", "this is no class derived from"),
     ],
 )
@@ -412,6 +412,42 @@ def test_an_objective_that_is_none_is_refused_before_a_weight_is_loaded(
     words = small(folder, "--model.component", "dit", "--rollout.dit_objective", name)
     assert main(*words, "--model.name", folder / "no_model") == 2
     assert f"rollout.dit_objective {name}: " in (text := told(capsys)) and message in text
+
+
+MISTAKES = {
+    "decisions raised TypeError": (
+        "    def decisions(self, sigmas, names):",
+        "    def decisions(self):",
+    ),
+    "decisions returned [0.5]": ("return [1]", "return [0.5]"),
+    "decisions returned none": ("return [1]", "return []"),
+    "keep raised AttributeError": ("rollout.denoising.sigmas[1]", "rollout.nothing"),
+    "keep left nothing": ("return replace(rollout, latents_logprobs=old)", "return None"),
+    "log_prob returned [[], [": (".mean((1, 2, 3))", ".mean()"),
+    "log_prob raised NotImplementedError": ("    def log_prob", "    def other"),
+}
+
+
+@pytest.mark.usefixtures("at_root")
+@pytest.mark.parametrize("message", MISTAKES)
+def test_a_mistake_in_an_objective_is_told_with_its_method(folder, capsys, message):
+    right, wrong = MISTAKES[message]
+    assert right in (code := cell_of_the_notebook())
+    (folder / "mine.py").write_text(code.replace(right, wrong))
+    name = f"{folder / 'mine.py'}:FinishedImage"
+    words = small(folder, "--model.component", "dit", "--rollout.dit_objective", name)
+    words += ["--rollout.num_inference_steps", 3, "--num_steps", 1]
+    assert main(*words, "--output_dir", folder / "run") == 2
+    assert f"rollout.dit_objective {name}: {message}" in told(capsys)
+
+
+def test_what_needs_noise_is_refused_where_no_step_adds_any(folder):
+    (folder / "mine.py").write_text(cell_of_the_notebook())
+    mine = find_objective(f"{folder / 'mine.py'}:FinishedImage")
+    for changes in ({"window": 2}, {"ratio_norm": True}, {"dit_beta": 0.1}):
+        options = TrainerOptions().with_changes(**changes)
+        with pytest.raises(UserError, match="they are for denoising steps that add noise"):
+            refuse([*mine.problems(options)])
 
 
 @pytest.mark.usefixtures("at_root")

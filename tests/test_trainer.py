@@ -565,6 +565,23 @@ def test_what_is_not_finite_does_not_reach_the_weights(factor):
     )
 
 
+def test_a_policy_without_a_gradient_does_not_move_by_its_momentum():
+    "Its groups are equal in the second step, those of the other policy are not."
+    light = {"flat": False}
+
+    def brightness(images, targets):
+        return torch.zeros(len(images)) if light["flat"] else images.mean((1, 2, 3))
+
+    trainer = studio_trainer(reward={"ar": nearness, "dit": brightness})
+    trainer.train_step(BATCH)
+    light["flat"] = True
+    before = [policy.table.detach().clone() for policy in trainer.policies.values()]
+    line = trainer.train_step(BATCH)
+    assert line["dit/grad_norm"] == 0 < line["ar/grad_norm"]
+    tokens, dit = (policy.table for policy in trainer.policies.values())
+    assert torch.equal(dit, before[1]) and not torch.equal(tokens, before[0])
+
+
 def test_three_bad_steps_in_a_row_end_the_training():
     model = Broken({2, 4, 6, 8})
     trainer = toy_trainer(model=model, micro_batch_size=None)

@@ -91,10 +91,14 @@ def load_code(
         with torch.no_grad():  # puts back the mode, which the file may change
             module = _import(place)
             code = getattr(module, name, None)
-            if make and inspect.isclass(code):
-                code = code()
+            made = code() if make and inspect.isclass(code) else code
     except UserError:
         raise
+    except FileNotFoundError as e:
+        raise UserError(
+            f"{option} {text}: there is no file {e.filename}. A path is relative to the folder "
+            "in which the program starts."
+        ) from e
     except (Exception, SystemExit) as e:
         raise UserError(f"{option} {text}: cannot be loaded: {error_text(e)}.") from e
     if not callable(code):
@@ -104,7 +108,7 @@ def load_code(
             f"{option} {text}: {place} has no function or class {name}. There are: "
             f"{', '.join(names) or 'none'}."
         )
-    return code
+    return made
 
 
 def load_called(

@@ -9,6 +9,7 @@ __all__ = ['image_defaults', 'complete_options', 'image_inputs', 'RolloutSampler
 # %% ../../nbs/3_model/19_sampler.ipynb #n003
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -22,7 +23,8 @@ from .denoise import ImageInputs, NoiseOptions, sample_latents, score_latents
 from .latents import decode_latents, encode_sources
 from .latents import glyph_embeddings, schedule
 from .memory import bytes_for_tokens, bytes_per_sample, checkpointing, split_samples
-from .objectives import Denoising, Objective, find_objective
+from .objectives import Denoising, Objective, call_method, decisions_of, keep_of
+from .objectives import log_prob_of, make_objective
 from .policies import TokenDecisions
 from .sampling import sample_tokens
 from .scoring import score_tokens
@@ -95,7 +97,7 @@ class RolloutSampler:
         self.objective: Objective | None = None  # None: the denoising policy does not train
         self.shared = False  # whether images of the same tokens start from the same noise
         if self.model.dit_decides:
-            self.objective = find_objective(self.options.dit_objective)(self.options)
+            self.objective = make_objective(self.options)
             noisy = self.objective.adds_noise and self.options.noise_level > 0
             self.shared = self.options.shared_noise and noisy
         self.images: Tensor | None = None  # [N, 3, H, W] float32 in [0, 1] on the CPU
@@ -167,13 +169,7 @@ class RolloutSampler:
         if self.objective:
             patches, steps = self.height * self.width // 256, self.options.num_inference_steps
             sigmas = schedule(model.pipe.scheduler, steps, patches)[1]
-            decisions = tuple(self.objective.decisions(sigmas, self.names))
-            if not set(decisions) <= set(range(steps)):
-                raise UserError(
-                    f"rollout.dit_objective {self.options.dit_objective}: its decisions are steps "
-                    f"{decisions}, and with rollout.num_inference_steps {steps} the last step is "
-                    f"{steps - 1}."
-                )
+            decisions = decisions_of(self.objective, sigmas, self.names)
             denoising = replace(
                 denoising, objective=self.objective, decisions=decisions, sigmas=sigmas
             )
@@ -217,7 +213,8 @@ class RolloutSampler:
         shape = len(rollout.denoising.decisions), *self.latent_shape
         latents, size = denoised["latents"], self.score_batch_size
         noise = named_noise(self.names.step_noise(), shape).to(latents)
-        return self.objective.keep(self.model, rollout, latents, noise, size, self.score)
+        how = latents, noise, size, self.score
+        return keep_of(self.objective, self.model, rollout, *how)
 
     def denoise_common_steps(self, samples: Rollout) -> tuple[Tensor | None, int]:
         """The steps before the first decision, once for each token sample, as its images start
@@ -308,8 +305,10 @@ def score_denoising_decisions(
     for start in range(0, len(rollout), size):
         batch = rollout.rows(slice(start, start + size))
         kept, objective = batch.denoising, batch.denoising.objective
-        inputs = replace(image_inputs(batch), guidance_scale=objective.guidance(kept))
-        points, log_prob = (kept.latents_before, kept.latents_after), objective.log_prob
+        guidance = call_method(objective, "guidance", kept)
+        inputs = replace(image_inputs(batch), guidance_scale=guidance)
+        points = kept.latents_before, kept.latents_after
+        log_prob = partial(log_prob_of, objective)
         scored.append(score_latents(model.pipe, inputs, *points, kept.decisions, log_prob))
     logprobs, means, velocities = (torch.cat(values) for values in zip(*scored))
     return logprobs, means, velocities

@@ -35,8 +35,11 @@ def named_functions(
 def load_function(
     name: str,  # file.py:function, or package.module:function (also in the current folder)
 ) -> Callable:  # the function, or the object that the class makes
-    "Load a reward. UserError: see `load_code`."
-    return load_code(name, "reward.functions", make=True)
+    "Load a reward. UserError: see `load_code`; or an object that cannot be called."
+    reward = load_code(name, "reward.functions", make=True)
+    if not callable(reward):
+        raise UserError(f"reward.functions {name}: its class needs a method __call__.")
+    return reward
 
 # %% ../../nbs/4_rewards/20_registry.ipynb #r44561e
 def function_places(

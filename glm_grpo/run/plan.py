@@ -21,7 +21,8 @@ from ..model.adapters import add_lora
 from ..model.loading import load_prompt_parts, pick_device, pick_dtype
 from ..model.memory import build_part, bytes_for_tokens, free_bytes, local_folder
 from ..model.memory import model_layout, numbers_in, split_samples, trainable_parts
-from ..model.objectives import find_objective
+from ..maths.noise import SampleNames
+from ..model.objectives import Denoising, decisions_of, make_objective
 from ..model.tokens import check_prompt_lengths, check_source_sizes
 from ..model.wrapper import COMPONENTS
 from .build import lora_options
@@ -43,10 +44,9 @@ def tokens_of(
 
 def deciding_steps(rollout: RolloutOptions) -> int:
     "Decisions per image that the DiT learns from. Of noisy steps, the last adds no noise."
-    if not find_objective(rollout.dit_objective).adds_noise:
-        return rollout.matching_times
-    noisy = max(0, rollout.num_inference_steps - 1)
-    return min(rollout.window or noisy, noisy)
+    clock = torch.linspace(1, 0, rollout.num_inference_steps + 1)
+    names = SampleNames.grow(0, 0, ["a prompt"], samples=1)
+    return len(decisions_of(make_objective(rollout), clock, names))
 
 
 def count_work(
@@ -147,8 +147,8 @@ class Step:
             self.rows = len(split_samples(self.samples, None, each, self.room)[0])
         dit = self.layout["dit"]["config"]
         width, layers = dit["num_attention_heads"] * dit["attention_head_dim"], dit["num_layers"]
-        noisy = find_objective(rollout.dit_objective).adds_noise
-        guidance = rollout.guidance_scale if noisy else rollout.matching_guidance
+        sampled = Denoising(rollout.num_inference_steps, rollout.guidance_scale, {})
+        guidance = make_objective(rollout).guidance(sampled)  # in the update
         patches = self.pixels // 256
         passes = 1 + (guidance > 1)
         self.dit = Transformer(width, layers, patches, 18 * width, 10 * width, passes)

@@ -164,6 +164,8 @@ class Experience:
         return "".join(rows)
 
     def _repr_html_(self):
+        if self.rollout.image_tensors is None:
+            return None
         return f"<div>{html.escape(repr(self))}</div>{self.html()}"
 
     @contextlib.contextmanager

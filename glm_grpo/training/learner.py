@@ -209,6 +209,9 @@ class Learner:
         norms = [own["grad_norm"] for own in metrics.values()]
         losses = [own["loss"] for own in metrics.values()]
         finite = all(map(math.isfinite, norms + losses))
+        for name, own in metrics.items():
+            if not own["grad_norm"]:  # AdamW's momentum would still move its weights
+                self.optimizer.zero_grad(name)
         if finite and any(norms):
             self.half_done = True
             self.optimizer.step()
@@ -255,7 +258,8 @@ class Learner:
             arguments = loss_options(name, grpo) | loss_counts(batch, chunk) | terms.loss
             old, advantages = cast(Tensor, chunk.old_logprobs), chunk.advantages
             loss, metrics = self.losses[name](new, old, advantages, as_tensors=True, **arguments)
-            (learns * loss).backward()
+            loss = learns * loss
+            loss.backward()
             numbers = metrics | terms.metrics | {"loss": loss.detach()}
             numbers = {k: torch.as_tensor(v, device=new.device) for k, v in numbers.items()}
             tally.add(i, chunk, new, numbers)

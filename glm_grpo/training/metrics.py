@@ -80,7 +80,7 @@ class Tally:
         return total
 
 # %% ../../nbs/5_training/05_metrics.ipynb #n006s
-OWN_KEYS = ("samples", "advantages_mean", "advantages_std")  # not merged
+OWN_KEYS = ("samples", "advantages_mean", "advantages_std")  # not in the merged line
 
 
 def to_floats(metrics: dict[str, dict[str, Tensor]]) -> dict[str, dict[str, float]]:

@@ -133,9 +133,9 @@ class PolicyOptimizer:
         "policy -> learning rate of the current step."
         return {group["name"]: group["lr"] for group in self.adamw.param_groups}
 
-    def zero_grad(self) -> None:
-        "Delete all gradients."
-        for p in [*self.trained, *self.stepped]:
+    def zero_grad(self, policy: str | None = None) -> None:
+        "Delete all gradients, or those of a policy: then `step` does not move it."
+        for p in [*self.trained, *self.stepped] if policy is None else self.stepped_of(policy):
             p.grad = None
 
     def clip(self, policy: str) -> Tensor:  # []: the norm before clipping
