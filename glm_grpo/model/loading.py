@@ -218,7 +218,6 @@ def sampling_notes(
             f"{codebook} tokens of the codebook that top_p keeps. An export has no top_k."
         )
 
-
 # %% ../../nbs/3_model/08_loading.ipynb #ce3e58a
 def load_pipeline(
     model_name: str | Path,  # folder or hub id, as `download_model`
@@ -252,7 +251,9 @@ def load_pipeline(
 
 # %% ../../nbs/3_model/08_loading.ipynb #d1g0002
 def weights_digest(
-    weights: Iterable[tuple[str, Any]],  # name and tensor, or a slice of safetensors that is not read
+    weights: Iterable[
+        tuple[str, Any]
+    ],  # name and tensor, or a slice of safetensors that is not read
 ) -> str:
     "A short digest of the weights in the layers of the language model, or of the DiT."
     digest = hashlib.sha256()
