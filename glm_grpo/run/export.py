@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['LARGEST_LOSS', 'bytes_needed', 'check_target', 'write_parts', 'write_export', 'describe_rounding', 'check_loss',
            'training_command', 'measured_rewards', 'write_export_card', 'given_prompts', 'open_plainly',
-           'sampling_problems', 'check_export', 'served_settings', 'check_distance', 'ExportOptions', 'export_command',
+           'served_settings', 'check_sampling', 'check_export', 'check_distance', 'ExportOptions', 'export_command',
            'main']
 
 # %% ../../nbs/6_run/18_export.ipynb #ex003
@@ -176,6 +176,8 @@ def measured_rewards(trained: Trained) -> tuple[list[tuple[str, str, str]], bool
         return [], False
     rows = []
     for change in compare_evaluations(first, last):
+        if change.kind == "statistics":
+            continue
         difference = f"{change.difference:+.3f}"
         if change.error == change.error:  # is known
             difference += f" ± {change.error:.3f}"
@@ -267,14 +269,27 @@ def open_plainly(folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
     return pipe.to(device)
 
 
-def sampling_problems(settings: Any, sampling: dict) -> list[str]:
-    "Where the sampling in a folder (a GenerationConfig) is not the one that was trained."
-    problems = []
+def served_settings(folder: Path) -> Any:  # GenerationConfig
+    "The sampling that transformers reads in an export, or takes where there is none."
+    from transformers import GenerationConfig
+
+    part = folder / PARTS["ar"]
+    present = (part / "generation_config.json").is_file()
+    return GenerationConfig.from_pretrained(part) if present else GenerationConfig()
+
+
+def check_sampling(folder: Path, sampling: dict) -> None:
+    "UserError: other sampling stands in a folder than was trained."
+    settings, problems = served_settings(folder), []
     for name in ("temperature", "top_p", "top_k"):
         value, trained = getattr(settings, name), sampling[name]
         if value != trained:
             problems.append(f"{name} is {value}, and {trained} was trained")
-    return problems
+    if problems:
+        raise UserError(
+            f"{folder / PARTS['ar'] / 'generation_config.json'}: {'; '.join(problems)}. Write the "
+            "trained values into this file, or export again."
+        )
 
 
 def check_export(
@@ -287,6 +302,7 @@ def check_export(
     folder, config, sampling = Path(folder), trained.config.model, trained.sampling()
     read_settings(folder / "export.json", "merged")
     check_model_folder(folder)
+    check_sampling(folder, sampling)
     component = trained.note["made_by"]["component"]
     how = {"torch_dtype": config.torch_dtype, "device": config.device, "lora": trained.lora}
     model = GLMImageWrapper(trained.base, component, **how)
@@ -313,28 +329,22 @@ def check_export(
     )
     for line in lines:
         say(line)
-    problems = sampling_problems(settings, sampling)
-    if problems or apart.settings > 5e-3:
-        problems.append(f"{apart.settings:.2g} of the draws would be others")
-        file = folder / PARTS["ar"] / "generation_config.json"
-        raise UserError(f"{file}: not the sampling that was trained: {'; '.join(problems)}.")
+    if apart.settings > 5e-3:
+        raise UserError(
+            f"{folder}: {apart.settings:.2g} of the tokens would be others than those that were "
+            "trained, because the settings of sampling differ. Export it again."
+        )
     check_distance(apart, effect, dtype, folder)
     return apart
-
-
-def served_settings(folder: Path) -> Any:  # GenerationConfig
-    "The sampling that transformers reads in an export, or takes where there is none."
-    from transformers import GenerationConfig
-
-    part = folder / PARTS["ar"]
-    found = (part / "generation_config.json").is_file()
-    return GenerationConfig.from_pretrained(part) if found else GenerationConfig()
 
 
 def check_distance(apart: Distance, effect: Distance, dtype: torch.dtype, folder: Path) -> None:
     "UserError: an export is further from its checkpoint than half of the way to the base."
     exact = dtype == torch.float32
-    for name, least in {"logprobs": 1e-4 if exact else 2e-2, "images": 1e-4 if exact else 1e-2}.items():
+    for name, least in {
+        "logprobs": 1e-4 if exact else 2e-2,
+        "images": 1e-4 if exact else 1e-2,
+    }.items():
         value, moved = getattr(apart, name), getattr(effect, name)
         if value > max(least, moved / 2):
             raise UserError(

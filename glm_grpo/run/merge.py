@@ -56,8 +56,9 @@ class Trained:
         values: dict[str, Any] = {"training.mode": note["made_by"]["mode"]}
         values |= read_options(run / "config.yaml", lambda text: None) if run else {}
         config = build(Config, values)
-        average = checkpoint / "ema"
-        root = average if found.resolve() == checkpoint and average.is_dir() else found
+        root = found
+        if found.resolve() == checkpoint and (found / "ema").is_dir():
+            root = found / "ema"  # the run evaluated its averages
         folders = half_folders(root, COMPONENTS[note["made_by"]["component"]])
         name = base or (config.model.name if run else _base_in(folders))
         revision = config.model.revision if name == config.model.name else None
