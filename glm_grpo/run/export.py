@@ -304,8 +304,8 @@ def check_export(
     check_model_folder(folder)
     check_sampling(folder, sampling)
     component = trained.note["made_by"]["component"]
-    how = {"torch_dtype": config.torch_dtype, "device": config.device, "lora": trained.lora}
-    model = GLMImageWrapper(trained.base, component, **how)
+    how = config.torch_dtype, config.device, trained.lora
+    model = GLMImageWrapper(trained.base, component, *how)
     model.load_adapter(trained.root)
     rollout = model.generate_with_tracking(**given_prompts(trained, number))
     was, K = measure(model.pipe, rollout), model.ar.config.vq_config.num_embeddings

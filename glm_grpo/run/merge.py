@@ -128,7 +128,7 @@ def weight_slices(
     "The weights of a part in its files. UserError: a broken file."
     from safetensors import safe_open
 
-    slices = {}
+    slices: dict[str, tuple[Path, Any]] = {}
     for file in sorted(folder.glob("*.safetensors")):
         try:
             opened = safe_open(file, "pt")
@@ -185,8 +185,9 @@ class Update:
 
     def __init__(self, half: str, folder: Path, lora: bool):
         "UserError: a file is missing or broken."
-        self.half, self.folder, self.tensors = half, folder, {}
-        self.options: dict = {}
+        self.half, self.folder = half, folder
+        self.tensors: dict[str, Tensor] = {}
+        self.options: dict[str, Any] = {}
         if lora:
             self.options, self.tensors = read_adapter(folder, half)
             self.scale = self.options["alpha"] / self.options["rank"]
