@@ -81,6 +81,8 @@ def exports(run, tmp_path_factory):
         trained = Trained.find(str(checkpoint), str(TINY))
         export.write_export(trained, top / f"GLM-Image-{name}", dtype=torch.float32)
         ours[name] = model
+    apart = Trained.find(str(top / "checkpoint_dit-lora"), str(TINY))
+    export.write_export(apart, top / "GLM-Image-apart", "false")
     model = ours["both-lora"]
     rollout = model.generate_with_tracking([PROMPT], height=64, width=64, options=options)
     latents = rollout.initial_latents
@@ -88,7 +90,7 @@ def exports(run, tmp_path_factory):
         large_grid_tokens(tokens, rollout.tokens.grids), *rollout.tokens.grids[-1]
     )
     inputs = {"exports": [f"GLM-Image-{name}" for name in KINDS], "base": str(TINY)}
-    inputs |= {"adapters": "GLM-Image-both-lora", "card": "GLM-Image-dit-lora"}
+    inputs |= {"adapters": "GLM-Image-both-lora", "card": "GLM-Image-apart"}
     inputs |= {"prompt": PROMPT, "latents": latents}
     inputs |= {"token_ids": tokens[0, :8].tolist(), "prior_token_ids": large}
     torch.save(inputs, top / "inputs.pt")
@@ -258,6 +260,22 @@ def test_a_loss_is_refused(tmp_path, exports):
         tmp_path / "x",
         "false",
     )
+
+
+def test_alpha_becomes_a_whole_number(tmp_path):
+    "The difference goes into B."
+    checkpoint = tmp_path / "checkpoint"
+    trained_model("dit", {"rank": 4, "alpha": 6.5}).save_pretrained(checkpoint)
+    update = merge.Update("dit", checkpoint, lora=True)
+    update.check(merge.weight_slices(TINY / "transformer"), TINY)
+    merge.write_adapters([update], tmp_path / "lora", "GLM-Image", None)
+    again = merge.Update("dit", tmp_path / "lora/dit", lora=True)
+    config = json.loads((tmp_path / "lora/dit/adapter_config.json").read_text())
+    assert (config["lora_alpha"], update.options["alpha"]) == (4, 6.5)
+    for name, (_, weight) in merge.weight_slices(TINY / "transformer").items():
+        old = weight[:]
+        was, now = update.new(name, old), again.new(name, old)
+        assert (was is None and now is None) or torch.allclose(was, now, atol=1e-6)
 
 
 def older(checkpoint):

@@ -63,6 +63,7 @@ def card_text(
         )
     parts, classes, kinds = zip(*(HALVES[half] for half in halves))
     facts = {
+        "edits": options.get("mode") == "i2i",
         "title": name,
         "hub": hub,
         "base": name,

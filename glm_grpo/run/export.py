@@ -4,11 +4,12 @@
 
 # %% auto #0
 __all__ = ['LARGEST_LOSS', 'bytes_needed', 'check_target', 'write_parts', 'write_export', 'describe_rounding', 'check_loss',
-           'training_command', 'measured_rewards', 'write_export_card', 'given_prompts', 'open_plainly',
-           'served_settings', 'check_sampling', 'check_export', 'check_distance', 'ExportOptions', 'export_command',
-           'main']
+           'training_command', 'measured_rewards', 'example_prompt', 'write_export_card', 'given_prompts',
+           'open_plainly', 'served_settings', 'check_sampling', 'check_export', 'check_distance', 'ExportOptions',
+           'export_command', 'main']
 
 # %% ../../nbs/6_run/18_export.ipynb #ex003
+import contextlib
 import json
 import os
 import re
@@ -159,7 +160,8 @@ def training_command(config: Config) -> str:
     for name in OPTIONS:
         value = option_value(config, name)
         unsaid = value is None or value == option_value(plain, name)
-        if unsaid or name in ("resume", "dry_run", "training.output_dir"):
+        private = "resume", "dry_run", "training.output_dir", "reward.remote"
+        if unsaid or name in private:
             continue
         text = value if isinstance(value, str) else json.dumps(value)
         text = re.sub(r"(?<![\w./:])(~|\.\.?|[A-Za-z]:)?/[^\s\":]*/", "", text)
@@ -183,6 +185,13 @@ def measured_rewards(trained: Trained) -> tuple[list[tuple[str, str, str]], bool
             difference += f" ± {change.error:.3f}"
         rows.append((change.name, f"{change.before:.3f}", f"{change.after:.3f} ({difference})"))
     return rows, max(lines) == trained.note["step"]
+
+
+def example_prompt(trained: Trained) -> str:
+    "The first held-out prompt of the run."
+    with contextlib.suppress(UserError):
+        return open_data(resolve(trained.config))[1].prompts[0].replace('"', '\\"')
+    return "a cat in the middle on a red ground"
 
 
 def write_export_card(
@@ -231,6 +240,7 @@ def write_export_card(
         guidance=options["guidance_scale"],
         temperature=sampling["temperature"],
         top_p=sampling["top_p"],
+        prompt=example_prompt(trained),
         published=(sampling["temperature"], sampling["top_p"]) == (0.9, 0.75),
     )
 

@@ -159,7 +159,7 @@ def write_checkpoint(
                 with open(folder / STATE / name, "wb") as file:
                     torch.save(state, file)
             note = make_note(trainer)
-            if hasattr(model, "halves"):  # a GLM-Image
+            if hasattr(model, "digests"):  # a GLM-Image
                 write_card(folder, model.name, model.revision, [*model.halves], model.lora, note)
             let_others_read(folder)
             text = json.dumps(note, indent=1, default=str)
