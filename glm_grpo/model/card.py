@@ -41,7 +41,7 @@ def card_text(
     halves: Sequence[str],  # those that trained
     lora: Any = None,  # LoraOptions, or None: all weights trained
     note: dict | None = None,  # trainer.json
-    **more: Any,  # what else the template shows
+    **extra: Any,  # what else the template shows
 ) -> str:
     "The text of the README.md of saved weights."
     from jinja2 import Environment
@@ -76,8 +76,8 @@ def card_text(
     }
     source = importlib.resources.files("glm_grpo.model").joinpath("card.md").read_text("utf-8")
     template = Environment(trim_blocks=True, lstrip_blocks=True).from_string(source)
-    rows |= more.pop("rows", {}) | {"made with": versions()}
-    return template.render(facts | {"rows": rows} | more).rstrip() + "\n"
+    rows |= extra.pop("rows", {}) | {"made with": versions()}
+    return template.render(facts | {"rows": rows} | extra).rstrip() + "\n"
 
 
 def write_card(folder: str | Path, *args: Any, **kwargs: Any) -> None:

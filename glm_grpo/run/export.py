@@ -4,13 +4,14 @@
 
 # %% auto #0
 __all__ = ['LARGEST_LOSS', 'VLLM_LAYERS', 'bytes_needed', 'check_target', 'write_parts', 'write_export', 'describe_rounding',
-           'check_loss', 'training_command', 'measured_rewards', 'example_prompt', 'write_export_card', 'given_prompts',
-           'open_plainly', 'served_settings', 'check_sampling', 'check_export', 'check_distance', 'ExportOptions',
-           'export_command', 'main']
+           'check_loss', 'training_command', 'measured_rewards', 'example_prompt', 'write_export_card',
+           'heldout_prompts', 'open_plainly', 'served_settings', 'check_sampling', 'check_export', 'check_distance',
+           'ExportOptions', 'export_command', 'main']
 
 # %% ../../nbs/6_run/18_export.ipynb #ex003
 import contextlib
 import json
+import math
 import os
 import re
 import shlex
@@ -184,10 +185,12 @@ def measured_rewards(trained: Trained) -> tuple[list[tuple[str, str, str]], bool
     for change in compare_evaluations(first, last):
         if change.kind == "statistics":
             continue
-        difference = f"{change.difference:+.3f}"
-        if change.error == change.error:  # is known
-            difference += f" ± {change.error:.3f}"
-        rows.append((change.name, f"{change.before:.3f}", f"{change.after:.3f} ({difference})"))
+        before, after = f"{change.before:.3f}", f"{change.after:.3f}"
+        if change.kind == "reward":
+            before += f" ± {first.get('standard_error', math.nan):.3f}"
+            after += f" ± {last.get('standard_error', math.nan):.3f}"
+        error = "" if math.isnan(change.error) else f" ± {change.error:.3f}"
+        rows.append((change.name, before, f"{after} (change {change.difference:+.3f}{error})"))
     return rows, max(lines) == trained.note["step"]
 
 
@@ -251,7 +254,7 @@ def write_export_card(
     )
 
 # %% ../../nbs/6_run/18_export.ipynb #ex020
-def given_prompts(
+def heldout_prompts(
     trained: Trained,
     number: int,  # how many
 ) -> dict[str, Any]:  # arguments of `generate_with_tracking`
@@ -323,7 +326,7 @@ def check_export(
     how = config.torch_dtype, config.device, trained.lora
     model = GLMImageWrapper(trained.base, component, *how)
     model.load_adapter(trained.root)
-    rollout = model.generate_with_tracking(**given_prompts(trained, number))
+    rollout = model.generate_with_tracking(**heldout_prompts(trained, number))
     was, K = measure(model.pipe, rollout), model.ar.config.vq_config.num_embeddings
     device, dtype = model.device, model.dtype
     del model  # both may not fit
@@ -422,8 +425,8 @@ def export_command(argv: list[str]) -> int:
     trained, to = Trained.find(options.checkpoint, options.base), Path(options.to)
     print(f"{'from':>10}  {trained.root}, {trained.note['step']} steps, base {trained.name}")
     dtype = getattr(torch, options.dtype) if options.dtype else None
-    there = options.check and (to / "export.json").is_file()
-    if not there:
+    only_checked = options.check and (to / "export.json").is_file()
+    if not only_checked:
         write_export(trained, to, options.merge, dtype, lambda line: print(f"{'':>10}  {line}"))
         print(f"{'written':>10}  {to}: {to / 'README.md'} says how to open it")
         if "glm-image" not in str(to.resolve()).lower():

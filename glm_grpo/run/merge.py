@@ -50,18 +50,20 @@ class Trained:
         base: str | None = None,  # folder or hub id; None: the one that the run names
     ) -> "Trained":
         "UserError: no checkpoint, not a whole one, or another base."
-        found = find_checkpoint(path)
-        checkpoint = whole_checkpoint(found)
+        folder = find_checkpoint(path)
+        checkpoint = whole_checkpoint(folder)
         note, run = read_note(checkpoint), run_folder(checkpoint)
         values: dict[str, Any] = {"training.mode": note["made_by"]["mode"]}
         values |= read_options(run / "config.yaml", lambda text: None) if run else {}
         config = build(Config, values)
-        root = found
-        if found.resolve() == checkpoint and (found / "ema").is_dir():
-            root = found / "ema"  # the run evaluated its averages
-        folders = half_folders(root, COMPONENTS[note["made_by"]["component"]])
-        name = base or (config.model.name if run else _base_in(folders))
-        revision = config.model.revision if name == config.model.name else None
+        root = folder
+        if folder.resolve() == checkpoint and (folder / "ema").is_dir():
+            root = folder / "ema"  # the run evaluated its averages
+        of_halves = half_folders(root, COMPONENTS[note["made_by"]["component"]])
+        if run and base in (None, config.model.name):
+            name, revision = config.model.name, config.model.revision
+        else:
+            name, revision = (base, None) if base else _base_in(of_halves)
         try:
             whole = download_model(name, revision)
             check_model_folder(whole)
@@ -70,7 +72,7 @@ class Trained:
                 f"the model that {checkpoint} was trained from: {error} If it is elsewhere now, "
                 "name it with --base."
             ) from None
-        trained = cls(checkpoint, run, note, str(name), revision, whole, root, folders, config)
+        trained = cls(checkpoint, run, note, str(name), revision, whole, root, of_halves, config)
         trained.check_base()
         return trained
 
@@ -111,11 +113,12 @@ class Trained:
 
 
 def _base_in(folders):
-    "The base that an adapter's own file names."
+    "The base that an adapter's own file names, and its revision."
     for half, where in folders.items():
         if (where / "adapter_config.json").is_file():
-            settings = json.loads((where / "adapter_config.json").read_text(encoding="utf-8"))
-            return str(settings["base_model_name_or_path"]).removesuffix(f"/{PARTS[half]}")
+            settings = read_settings(where / "adapter_config.json", "base_model_name_or_path")
+            name = str(settings["base_model_name_or_path"]).removesuffix(f"/{PARTS[half]}")
+            return name, settings.get("revision")
     raise UserError(
         f"{min(folders.values())}: in no run's folder, and it does not say which model was "
         "trained. Name it with --base."
@@ -333,6 +336,8 @@ def write_adapters(
             about = {"r": rank, "lora_alpha": int(alpha)}
             about |= {"target_modules": update.targets}
             header = json.dumps({f"transformer.{name}": value for name, value in about.items()})
-            own = {n.replace("base_model.model.", "transformer.", 1): x for n, x in tensors.items()}
+            renamed = {
+                n.replace("base_model.model.", "transformer.", 1): x for n, x in tensors.items()
+            }
             metadata = {"format": "pt", "lora_adapter_metadata": header}
-            save_file(own, place / "pytorch_lora_weights.safetensors", metadata=metadata)
+            save_file(renamed, place / "pytorch_lora_weights.safetensors", metadata=metadata)
