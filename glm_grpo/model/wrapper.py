@@ -43,9 +43,9 @@ def _choose_weights(model) -> dict:  # half -> peft's model around it
     for half, module in model.halves.items():
         if model.lora:
             adapters[half] = add_lora(module, model.lora, model.seed, half)
-            config = adapters[half].peft_config["default"]
-            config.base_model_name_or_path = f"{model.name}/{PARTS[half]}"
-            config.revision = model.revision
+            saved = adapters[half].peft_config["default"]
+            saved.base_model_name_or_path = f"{model.name}/{PARTS[half]}"
+            saved.revision = model.revision
         else:
             for part in trainable_parts(half, module):
                 part.requires_grad_(True)
