@@ -43,7 +43,9 @@ setup(
     python_requires=">=" + cfg["min_python"],
     # named, or tests and tools would be packed as well
     packages=find_packages(include=[cfg["lib_name"], cfg["lib_name"] + ".*"]),
-    package_data={cfg["lib_name"]: ["py.typed", "model/published.json", "run/page.html"]},
+    package_data={
+        cfg["lib_name"]: ["py.typed", "model/published.json", "model/card.md", "run/page.html"]
+    },
     install_requires=cfg["requirements"].split(),
     cmdclass={"build_py": BuildWithData},
     extras_require={

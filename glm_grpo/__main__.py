@@ -6,6 +6,7 @@ PROGRAMS = {
     "train": "train GLM-Image with GRPO, or the small model of this package",
     "evaluate": "measure a checkpoint and its baseline on held-out prompts",
     "probe": "see from a few hundred images whether a reward can teach a model anything",
+    "export": "write what was trained as a model that diffusers and other programs open",
     "remote": "serve a reward to a training, from its own environment or machine",
     "bench": "measure how fast this machine samples and trains",
 }

@@ -1,6 +1,7 @@
 """Adapters keep float32 parameters and compute in the model's precision."""
 
 import copy
+import json
 from pathlib import Path
 
 import pytest
@@ -71,3 +72,29 @@ def test_other_cases_are_pefts():
     layer.merge()
     assert torch.equal(layer(x), layer.base_layer(x))
     assert torch.allclose(layer(x).float(), with_adapter.float(), atol=0.1)
+
+
+def test_names_that_fit_another_part_are_written_in_full(tmp_path):
+    "A list of ends would put adapters into the vision tower as well."
+
+    def linear(names):
+        return torch.nn.ModuleDict({name: torch.nn.Linear(4, 4) for name in names})
+
+    def model():
+        parts = {"visual": linear(["proj"])}
+        layers = torch.nn.ModuleList([linear(["proj", "other"]) for _ in range(2)])
+        parts["language_model"] = torch.nn.ModuleDict({"layers": layers})
+        return torch.nn.ModuleDict(parts)
+
+    for names, written in {
+        ("other",): ["other"],
+        ("proj",): [f"language_model.layers.{i}.proj" for i in range(2)],
+    }.items():
+        options = adapters.LoraOptions(rank=2, target_modules=names)
+        wrapped = adapters.add_lora(model(), options)
+        wrapped.save_pretrained(tmp_path, save_embedding_layers=False)
+        config = json.loads((tmp_path / "adapter_config.json").read_text())
+        assert config["target_modules"] == written and config["lora_alpha"] == 32
+        adapted = [name for name, _ in wrapped.named_parameters() if "lora_A" in name]
+        assert len(adapted) == 2 and all("language_model" in name for name in adapted)
+        assert adapters.choose_lora(tmp_path, ["ar"]) == options

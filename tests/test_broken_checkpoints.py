@@ -112,7 +112,7 @@ def test_a_note_of_an_older_version_is_read(checkpoint, trains, lora):
 
 
 def test_a_broken_optimizer(checkpoint):
-    file = checkpoint / "optimizer.pt"
+    file = checkpoint / "state/optimizer.pt"
     state = torch.load(file, weights_only=True)
     nan, small_one = copy.deepcopy(state), copy.deepcopy(state)
     nan["state"][0]["exp_avg_sq"][0] = torch.nan
@@ -130,7 +130,7 @@ def test_a_broken_optimizer(checkpoint):
 
 
 def test_a_broken_moving_average(checkpoint):
-    file = checkpoint / "ema.pt"
+    file = checkpoint / "state/ema.pt"
     state = torch.load(file, weights_only=True)
     nan = [torch.full_like(state["shadow_params"][0], torch.nan)]
     for changes in (
@@ -251,7 +251,7 @@ def test_the_program_tells_of_a_broken_checkpoint(run, tmp_path, capsys):
     shutil.copytree(run / "run", tmp_path / "run")
     checkpoint = tmp_path / "run/checkpoints/checkpoint_final"
     options = small(run, "--model.name", TINY, "--output_dir", tmp_path / "run")
-    for name in ("trainer.json", "optimizer.pt", "adapter_model.safetensors"):
+    for name in ("trainer.json", "state/optimizer.pt", "adapter_model.safetensors"):
         whole = (checkpoint / name).read_bytes()
         (checkpoint / name).write_bytes(b"[]")
         assert main(*options, "--num_steps", 2, "--resume", checkpoint) == 2

@@ -467,4 +467,4 @@ def test_a_run_that_stops_and_goes_on_is_the_straight_run(folder, objective):
     assert resume(checkpoints / "checkpoint_step_2", "--output_dir", folder / "run") == 0
     resumed = load_weights(checkpoints / "checkpoint_final")
     assert all(same_tensors(resumed[name], straight[name]) for name in straight)
-    torch.load(checkpoints / "checkpoint_final/slow.pt", weights_only=True)
+    torch.load(checkpoints / "checkpoint_final/state/slow.pt", weights_only=True)

@@ -41,7 +41,11 @@ def test_wheel_holds_the_package_and_the_data_of_the_default_runs(wheel):
     packed = {name.split("/")[2] for name in names if name.startswith("glm_grpo/_data/")}
     expected = {"tiny-glm-image", "t2i", "i2i", "words", "drawings", "weights"}
     assert packed == expected
-    assert {"glm_grpo/model/published.json", "glm_grpo/run/page.html"} <= set(names)
+    assert {
+        "glm_grpo/model/published.json",
+        "glm_grpo/model/card.md",
+        "glm_grpo/run/page.html",
+    } <= set(names)
     assert "glm_grpo/py.typed" in names
     assert "glm_grpo/_data/drawings/LICENSES.md" in names
     assert wheel.stat().st_size < 20e6

@@ -140,7 +140,7 @@ def check_files(final, checkpoints, full):
     "What a last checkpoint consists of."
     if full:
         configs = "".join(p.read_text() for p in checkpoints.rglob("config.json"))
-        assert len(final) == 3 and "masters.safetensors" in final and "FSDP" not in configs
+        assert len(final) == 3 and "state/masters.safetensors" in final and "FSDP" not in configs
         return
     assert len(final) == 4
     for half in ("ar", "dit"):

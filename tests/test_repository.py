@@ -18,7 +18,15 @@ import glm_grpo
 
 ROOT = Path(__file__).resolve().parent.parent
 NBS, PACKAGE = ROOT / "nbs", ROOT / "glm_grpo"
-PROGRAMS = ["train.py", "evaluate.py", "probe.py", "remote.py", "bench/__main__.py", "__main__.py"]
+PROGRAMS = [
+    "train.py",
+    "evaluate.py",
+    "probe.py",
+    "export.py",
+    "remote.py",
+    "bench/__main__.py",
+    "__main__.py",
+]
 NOTEBOOKS = sorted(n for n in NBS.rglob("*.ipynb") if ".ipynb_checkpoints" not in n.parts)
 
 

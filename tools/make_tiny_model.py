@@ -566,6 +566,10 @@ def main() -> None:
     pipe, logs = make_signs() if options.signs else make_tiny()
     with atomic_dir(options.out) as folder:
         pipe.to(torch.bfloat16).save_pretrained(folder)
+        for part in ("vision_language_encoder", "text_encoder"):
+            # opened without a dtype, diffusers takes float32, and transformers what stands here
+            config = folder / part / "config.json"
+            config.write_text(config.read_text().replace('"bfloat16"', '"float32"'))
         (folder / "training.json").write_text(json.dumps(logs))
 
 

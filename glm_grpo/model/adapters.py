@@ -21,8 +21,9 @@ from torch import Tensor
 
 from ..data.basics import UserError, atomic_dir
 from ..data.options import above, at_least, check_options, option
+from .card import write_card
 from .decode_step import active_adapters
-from .loading import quiet, shard_like
+from .loading import let_others_read, quiet, shard_like
 
 # %% ../../nbs/3_model/13_adapters.ipynb #n008
 @dataclass
@@ -91,27 +92,32 @@ def add_lora(
 
     prefix, option = LORA_PLACES[half]
     names = getattr(options, option)
-    layers = set()
+    layers = {}  # full name -> name within its block
     for name, layer in model.named_modules():
         match = re.fullmatch(f"{prefix}(.*)", name)
         if match and isinstance(layer, torch.nn.Linear):
-            layers.add(match[1])
-    ends = "".join(f".{layer} " for layer in layers)
+            layers[name] = match[1]
+    ends = "".join(f".{layer} " for layer in layers.values())
     for name in names or [""]:
         if f".{name} " not in ends:
             raise UserError(
                 f"lora.{option} '{name}': no such layer in the {half}. "
-                f"There are {', '.join(sorted(layers))}."
+                f"There are {', '.join(sorted({*layers.values()}))}."
             )
-    one_of_names = "|".join(map(re.escape, names))
+    fits = tuple(f".{name}" for name in names)
+    adapted = [name for name, layer in layers.items() if f".{layer}".endswith(fits)]
+    anywhere = [name for name, _ in model.named_modules() if f".{name}".endswith(fits)]
+    whole = int(options.alpha) == options.alpha
+    targets: Any = list(names) if len(anywhere) == len(adapted) else adapted
     config = LoraConfig(
         r=options.rank,
-        lora_alpha=options.alpha,  # type: ignore[arg-type]  # peft takes fractions as well
-        target_modules=rf"{prefix}(?:.*\.)?({one_of_names})",
+        lora_alpha=int(options.alpha) if whole else options.alpha,  # type: ignore[arg-type]
+        target_modules=targets,
         lora_dropout=0.0,
     )
     with quiet(), torch.random.fork_rng(devices=[]):  # peft samples from the global generator
         model = get_peft_model(model, config)
+    config.target_modules = targets  # saved in this order; peft has made a set of them
     generator = torch.Generator().manual_seed(seed)
     for name, weight in sorted(model.named_parameters()):
         if "lora_A" in name:
@@ -142,11 +148,13 @@ def read_adapter(
     try:
         config = json.loads(Path(folder, "adapter_config.json").read_text(encoding="utf-8"))
         tensors, names = load_file(file), config["target_modules"]
-        if isinstance(names, str):  # the regular expression of `add_lora` ends with (a|b|c)
+        if isinstance(names, str):  # the regular expression of older versions ends with (a|b|c)
             match = re.fullmatch(r".*\((.*)\)", names)
             names = match[1].replace("\\", "").split("|")  # type: ignore[index]  # is caught
+        prefix, option = LORA_PLACES[half]
+        names = [re.sub(f"^{prefix}", "", name) for name in names]  # of full names
         options: dict[str, Any] = {"rank": int(config["r"]), "alpha": float(config["lora_alpha"])}
-        options[LORA_PLACES[half][1]] = tuple(names)
+        options[option] = tuple(dict.fromkeys(names))
     except Exception as error:
         raise UserError(
             f"{folder}: the adapter does not load ({type(error).__name__}: {error}). "
@@ -202,6 +210,7 @@ def save_halves(
             model.wake(half)
             if half in model.adapters:
                 model.adapters[half].save_pretrained(where, save_embedding_layers=False)
+                Path(where, "README.md").unlink()  # peft's template
                 continue
             module = model.halves[half]
             if weights is not None:  # diffusers saves only what the method `state_dict` returns
@@ -210,6 +219,9 @@ def save_halves(
                 module.save_pretrained(where)
             finally:
                 vars(module).pop("state_dict", None)
+        base = getattr(model, "name", "GLM-Image"), getattr(model, "revision", None)
+        write_card(part, *base, [*model.halves], model.lora)
+        let_others_read(part)
 
 # %% ../../nbs/3_model/13_adapters.ipynb #s_n017
 def load_halves(

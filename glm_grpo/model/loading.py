@@ -4,14 +4,16 @@
 
 # %% auto #0
 __all__ = ['read_settings', 'check_model_index', 'check_model_folder', 'pick_device', 'pick_dtype', 'quiet', 'is_hub_id',
-           'download_model', 'load_pipeline', 'load_prompt_parts', 'shard_like']
+           'download_model', 'sampling_notes', 'load_pipeline', 'weights_digest', 'let_others_read',
+           'load_prompt_parts', 'shard_like']
 
 # %% ../../nbs/3_model/08_loading.ipynb #n003
 import contextlib
+import hashlib
 import json
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -193,6 +195,29 @@ def download_model(
             "the name, log in (hf auth login) or go online; a download continues where it stopped."
         ) from error
 
+# %% ../../nbs/3_model/08_loading.ipynb #s0a1b2c
+def sampling_notes(
+    folder: str | Path,  # a model
+) -> Iterator[str]:
+    "A sentence for what other programs would sample otherwise than a training does."
+    part = Path(folder, "vision_language_encoder")
+    file = part / "generation_config.json"
+    if not file.is_file():
+        yield (
+            f"{file} is missing, so images are sampled at temperature 1 from all tokens, and "
+            "transformers samples from the likeliest 50. Download this file of the model, or set "
+            "rollout.temperature and rollout.top_p; an export has what was trained."
+        )
+        return
+    top_k, codebook = read_settings(file).get("top_k"), 0
+    with contextlib.suppress(KeyError, TypeError):
+        codebook = read_settings(part / "config.json")["vq_config"]["num_embeddings"]
+    if isinstance(top_k, int) and 0 < top_k < codebook:
+        yield (
+            f"{file}: top_k {top_k} is ignored here: images are sampled and trained with all "
+            f"{codebook} tokens of the codebook that top_p keeps. An export has no top_k."
+        )
+
 # %% ../../nbs/3_model/08_loading.ipynb #ce3e58a
 def load_pipeline(
     model_name: str | Path,  # folder or hub id, as `download_model`
@@ -205,6 +230,8 @@ def load_pipeline(
 
     folder = download_model(model_name, revision)
     check_model_folder(folder)
+    for note in sampling_notes(folder):
+        warnings.warn(note, stacklevel=2)
     try:
         with quiet():
             pipe = GlmImagePipeline.from_pretrained(
@@ -221,6 +248,29 @@ def load_pipeline(
         if isinstance(part, torch.nn.Module):
             part.eval().requires_grad_(False)
     return pipe
+
+# %% ../../nbs/3_model/08_loading.ipynb #d1g0002
+def weights_digest(
+    weights: Iterable[
+        tuple[str, Any]
+    ],  # name and tensor, or a slice of safetensors that is not read
+) -> str:
+    "A short digest of the weights in the layers of the language model, or of the DiT."
+    digest = hashlib.sha256()
+    for name, weight in sorted(weights, key=lambda pair: pair[0]):
+        if "language_model.layers." in name or "transformer_blocks." in name:
+            first = weight[:1].flatten()[:8].to("cpu", torch.bfloat16)
+            digest.update(f"{name} ".encode() + first.view(torch.int16).numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+# %% ../../nbs/3_model/08_loading.ipynb #d1g0005
+def let_others_read(
+    folder: str | Path,  # that was just written
+) -> None:
+    "Mode 0644 for every file in a folder that has one name only."
+    for file in Path(folder).rglob("*"):
+        if file.is_file() and file.stat().st_nlink == 1:
+            file.chmod(0o644)
 
 # %% ../../nbs/3_model/08_loading.ipynb #n029c
 def load_prompt_parts(

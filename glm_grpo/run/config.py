@@ -154,6 +154,7 @@ class TrainingConfig(RecordOptions, OptimizerOptions, StepOptions, LengthOptions
         None,
         "training ends once the held-out reward has reached this value (needs eval_interval); "
         "null: after max_steps",
+        at_least(-1e9, 1e9),
     )
 
     @property
