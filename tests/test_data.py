@@ -104,7 +104,7 @@ def test_states_and_batches_that_cannot_be_used_are_refused():
         ("a.csv", 'prompt\n"a cat\n', "a.csv, row 1"),
         ("a.csv", "prompt,target\na,x\n,y\n", "a.csv, row 2"),
         ("a.csv", 'prompt,metadata\na,"{1}"\n', "row 1, metadata"),
-        ("a.csv", 'prompt,source\na,"[1]"\n', "row 1: an unknown key, or a wrong value: 'source'"),
+        ("a.csv", 'prompt,source\na,"[1]"\n', "row 1: a wrong value: 'source'"),
     ],
 )
 def test_bad_prompt_files_are_refused_with_their_place(tmp_path, name, content, place):
@@ -115,7 +115,8 @@ def test_bad_prompt_files_are_refused_with_their_place(tmp_path, name, content, 
     "line, part",
     [
         ('["a cat"]', "JSON object"),
-        ('{"prompt": "a cat", "' + "k" * 5000 + '": 1}', "'kkk"),
+        ('{"prompt": "a cat", "Targets": "a.png"}', "the key 'Targets' is nearly target"),
+        ('{"promt": "a cat", "' + "k" * 5000 + '": 1}', "'promt' is nearly prompt"),
         ('{"target": "a.png"}', "no prompt"),
         ('{"prompt": "  "}', "no prompt"),
         ('{"prompt": 3}', "'prompt': 3"),

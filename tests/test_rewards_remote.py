@@ -185,8 +185,8 @@ def test_all_inputs_of_a_reward_arrive_and_no_others(monkeypatch):
             scores = RemoteReward(server.url)(IMAGES[:3], *given)
             assert scores.isnan().tolist() == [reward is nosy, False, False]
     few = {"version", "images", "prompts"}
-    assert [{*json.loads(body)} for body in sent] == [few | {*remote.ARGUMENTS}, few]
-    heard = read_request(sent[0], remote.ARGUMENTS)
+    assert [{*json.loads(body)} for body in sent] == [few | {*remote.INPUTS}, few]
+    heard = read_request(sent[0], remote.INPUTS)
     assert heard["prompts"] == words and heard["metadata"] == given[3]
     assert torch.equal(heard["targets"], IMAGES[6:9])
     assert [len(row) for row in heard["sources"]] == [2] * 3

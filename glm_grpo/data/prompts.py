@@ -9,6 +9,7 @@ __all__ = ['BATCH_NAMES', 'SPLIT_SEED', 'read_text', 'read_lines', 'is_table', '
 # %% ../../nbs/2_data/04_prompts.ipynb #n003
 import copy
 import csv
+import difflib
 import hashlib
 import io
 import itertools
@@ -80,17 +81,34 @@ _KEY_TYPES = {
 }
 
 
+def _own_keys(record, where):
+    "A record whose other keys are in its metadata. UserError: one of them is nearly one of ours."
+    if not isinstance(record, dict) or not isinstance(record.get("metadata", {}), dict):
+        return record
+    others = {key: value for key, value in record.items() if key not in _KEY_TYPES}
+    for key in others:
+        near = difflib.get_close_matches(key.strip().lower(), _KEY_TYPES, 1, 0.8)
+        if near and near[0] not in record:
+            raise UserError(
+                f"{where}: the key '{key[:100]}' is nearly {near[0]}. Rename it, or move it into "
+                "metadata."
+            )
+    if not others:
+        return record
+    kept = {key: value for key, value in record.items() if key in _KEY_TYPES}
+    return kept | {"metadata": others | record.get("metadata", {})}
+
+
 def _check_record(record, where):
-    "UserError if a record has an unknown key, a wrong type or no prompt."
+    "UserError if a record has a wrong type or no prompt."
     if not isinstance(record, dict):
         raise UserError(f'{where}: write a JSON object, like {{"prompt": "a cat"}}.')
     for key, value in record.items():
         values = value if key == "source" and isinstance(value, list) else [value]
         if not all(isinstance(one, _KEY_TYPES.get(key, ())) for one in values):
             raise UserError(
-                f"{where}: an unknown key, or a wrong value: '{key[:100]}': {shown(value)}. The "
-                "keys are prompt, target and source, which are texts, and metadata, an object that "
-                "holds all other values."
+                f"{where}: a wrong value: '{key[:100]}': {shown(value)}. prompt, target and source "
+                "are texts, and metadata is an object."
             )
     if not record.get("prompt", "").strip():
         raise UserError(f"{where}: no prompt. Give it a key 'prompt' with some text.")
@@ -344,7 +362,10 @@ def read_rows(
         place, lines = "line", read_lines(path)
         records = [{"prompt": line} for line in lines]
         if suffix == ".jsonl":
-            records = [_parse_json(line, f"{path}, line {i}") for i, line in enumerate(lines, 1)]
+            records = []
+            for i, line in enumerate(lines, 1):
+                where = f"{path}, line {i}"
+                records.append(_own_keys(_parse_json(line, where), where))
     places = [*map(str, texts)] or [f"{path}, {place} {i}" for i in range(1, len(records) + 1)]
     for i, record in enumerate(records):
         if isinstance(record, dict) and any(type(record.get(key, "")) is not str for key in _FORMS):

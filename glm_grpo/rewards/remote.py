@@ -36,7 +36,7 @@ from torch import Tensor
 
 from ..data.basics import UserError
 from ..data.images import pil_to_tensor, tensor_to_pil
-from .calling import ARGUMENTS, call_reward, reward_name, wanted_arguments
+from .calling import ARGUMENTS, INPUTS, call_reward, reward_name, wanted_arguments
 from .weighted import Worker
 
 VERSION = 1  # of the protocol
@@ -89,7 +89,7 @@ def read_request(
     request = json.loads(data)
     if request["version"] != VERSION:
         raise ValueError(f"this is version {VERSION} of the protocol")
-    inputs = {name: request.get(name) for name in ARGUMENTS}
+    inputs = {name: request.get(name) for name in INPUTS}
     for name, value in inputs.items():
         if value is None and name not in ("images", "prompts"):
             continue
