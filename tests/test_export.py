@@ -229,7 +229,7 @@ def test_the_check_finds_other_weights(exports, monkeypatch, tmp_path):
     file = "transformer/diffusion_pytorch_model.safetensors"
     shutil.copyfile(TINY / file, folder / file)
     monkeypatch.setattr(served, "token_logits", no_logits)
-    message = refusal(export.check_export, trained, folder, number=1)
+    message = refusal(served.check_export, trained, folder, number=1)
     assert "the images of given tokens are" in message
 
 

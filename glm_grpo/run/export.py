@@ -4,9 +4,8 @@
 
 # %% auto #0
 __all__ = ['LARGEST_LOSS', 'VLLM_LAYERS', 'bytes_needed', 'check_target', 'write_parts', 'write_export', 'describe_rounding',
-           'check_loss', 'training_command', 'measured_rewards', 'heldout_data', 'example_prompt', 'write_export_card',
-           'heldout_prompts', 'open_plainly', 'served_settings', 'check_sampling', 'check_export', 'check_distance',
-           'ExportOptions', 'export_command', 'main']
+           'check_loss', 'training_command', 'measured_rewards', 'example_prompt', 'write_export_card', 'ExportOptions',
+           'export_command', 'main']
 
 # %% ../../nbs/6_run/18_export.ipynb #ex003
 import contextlib
@@ -19,26 +18,23 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
 from ..data.basics import UserError, atomic_dir, check_path
 from ..data.options import option, option_value
-from ..data.prompts import T2IDataset, collate
-from ..data.rollout import RolloutOptions
-from ..model.card import public_name, versions, write_card
-from ..model.loading import check_model_folder, let_others_read, load_pipeline
-from ..model.loading import quiet, read_settings
-from ..model.wrapper import PARTS, GLMImageWrapper
+from ..model.card import public_name, write_card
+from ..model.loading import let_others_read, read_settings
+from ..model.wrapper import PARTS
 from .alarms import compare_evaluations
-from .build import open_data, resolve
+from .build import resolve
 from .command_line import build, read_words, run_command
 from .config import OPTIONS, Config
 from .evaluation import read_history
 from .merge import Rounding, Trained, Update, copy_part, merge_half, part_dtype
 from .merge import write_adapters, write_json
-from .served import Distance, distance, measure
+from .served import check_export, heldout_data
 from ..training.options import with_options
 
 # %% ../../nbs/6_run/18_export.ipynb #ex016
@@ -195,12 +191,6 @@ def measured_rewards(trained: Trained) -> tuple[list[tuple[str, str, str]], bool
     return rows, max(lines) == trained.note["step"]
 
 
-def heldout_data(config: Config) -> T2IDataset:
-    "The held-out prompts of a run. UserError: its files are not there."
-    config = resolve(config)
-    return open_data(config.data, config.training.mode)[1]
-
-
 def example_prompt(trained: Trained) -> str:
     "The first held-out prompt of the run."
     with contextlib.suppress(UserError):
@@ -259,125 +249,6 @@ def write_export_card(
         vllm_takes_dit={name.rpartition(".")[2] for name in of_dit} <= VLLM_LAYERS,
         published=(sampling["temperature"], sampling["top_p"]) == (0.9, 0.75),
     )
-
-# %% ../../nbs/6_run/18_export.ipynb #ex020
-def heldout_prompts(
-    trained: Trained,
-    number: int,  # how many
-) -> dict[str, Any]:  # arguments of `generate_with_tracking`
-    "The first held-out prompts of the run, sampled as while it evaluated."
-    options = trained.note["options"]
-    try:
-        dataset = heldout_data(trained.config)
-    except UserError:  # its files are elsewhere now: the prompts of the package
-        mode = {"training.mode": trained.note["made_by"]["mode"]}
-        dataset = heldout_data(with_options(Config(), mode))
-    batch = collate([dataset[i] for i in range(min(number, len(dataset)))])
-    names = "num_inference_steps", "guidance_scale", "temperature", "top_p"
-    rollout = RolloutOptions(**{name: options[name] for name in names}, noise_level=0.0)
-    prompts, sources = batch["prompts"], batch.get("source_images")
-    sizes = {"height": options["height"], "width": options["width"]}
-    return {"prompts": prompts, "images": sources, "options": rollout, "seed": "export", **sizes}
-
-
-def open_plainly(folder: Path, dtype: torch.dtype, device: torch.device) -> Any:  # GlmImagePipeline
-    "As somebody would who has diffusers, transformers and peft, and not this package."
-    from diffusers import GlmImagePipeline
-
-    with quiet():
-        pipe = GlmImagePipeline.from_pretrained(folder, torch_dtype=dtype, local_files_only=True)
-        apart = not read_settings(folder / "export.json", "merged")["merged"]
-        if apart and (folder / "lora/ar").is_dir():
-            pipe.vision_language_encoder.load_adapter(folder / "lora/ar")
-        if apart and (folder / "lora/dit-diffusers").is_dir():
-            pipe.transformer.load_lora_adapter(folder / "lora/dit-diffusers", use_safetensors=True)
-    pipe.set_progress_bar_config(disable=True)
-    return pipe.to(device)
-
-
-def served_settings(folder: Path) -> Any:  # GenerationConfig
-    "The sampling that transformers reads in an export, or takes where there is none."
-    from transformers import GenerationConfig
-
-    part = folder / PARTS["ar"]
-    present = (part / "generation_config.json").is_file()
-    return GenerationConfig.from_pretrained(part) if present else GenerationConfig()
-
-
-def check_sampling(folder: Path, sampling: dict) -> None:
-    "UserError: other sampling stands in a folder than was trained."
-    settings, problems = served_settings(folder), []
-    for name in ("temperature", "top_p", "top_k"):
-        value, trained = getattr(settings, name), sampling[name]
-        if value != trained:
-            problems.append(f"{name} is {value}, and {trained} was trained")
-    if problems:
-        raise UserError(
-            f"{folder / PARTS['ar'] / 'generation_config.json'}: {'; '.join(problems)}. Write the "
-            "trained values into this file, or export again."
-        )
-
-
-def check_export(
-    trained: Trained,
-    folder: str | Path,  # an export of it
-    say: Callable[[str], None] = lambda line: None,
-    number: int = 2,  # prompts
-) -> Distance:
-    "Compare what plain diffusers makes of an export with the checkpoint. UserError: they differ."
-    folder, config, sampling = Path(folder), trained.config.model, trained.sampling()
-    read_settings(folder / "export.json", "merged")
-    check_model_folder(folder)
-    check_sampling(folder, sampling)
-    component = trained.note["made_by"]["component"]
-    how = config.torch_dtype, config.device, trained.lora
-    model = GLMImageWrapper(trained.base, component, *how)
-    model.load_adapter(trained.root)
-    rollout = model.generate_with_tracking(**heldout_prompts(trained, number))
-    was, K = measure(model.pipe, rollout), model.ar.config.vq_config.num_embeddings
-    device, dtype = model.device, model.dtype
-    del model  # both may not fit
-    settings = served_settings(folder)
-    now = measure(open_plainly(folder, dtype, device), rollout)
-    apart = distance(was, now, rollout, K, sampling, settings)
-    base = measure(load_pipeline(trained.base, dtype, device), rollout)
-    effect = distance(was, base, rollout, K, sampling, settings)
-    lines = (
-        f"{len(rollout)} prompts, {str(dtype)[6:]} on {device}, {versions()}",
-        f"log-probs of given tokens: {apart.logprobs:.1e} nats from the checkpoint's, which the "
-        f"training moved by {effect.logprobs:.1e}",
-        f"images of given tokens: {apart.images:.1e} from the checkpoint's, which the training "
-        f"moved by {effect.images:.1e}",
-        f"sampling: total variation per token {apart.variation:.1e}; outside the codebook "
-        f"{apart.outside:.1e} (at most {apart.outside_most:.2g}), by other settings "
-        f"{apart.settings:.1e}",
-        f"end token after the grid: {apart.end:.1%}",
-    )
-    for line in lines:
-        say(line)
-    if apart.settings > 5e-3:
-        raise UserError(
-            f"{folder}: {apart.settings:.2g} of the tokens would be others than those that were "
-            "trained, because the settings of sampling differ. Export it again."
-        )
-    check_distance(apart, effect, dtype, folder)
-    return apart
-
-
-def check_distance(apart: Distance, effect: Distance, dtype: torch.dtype, folder: Path) -> None:
-    "UserError: an export is further from its checkpoint than half of the way to the base."
-    exact = dtype == torch.float32
-    for name, least in {
-        "logprobs": 1e-4 if exact else 2e-2,
-        "images": 1e-4 if exact else 1e-2,
-    }.items():
-        value, moved = getattr(apart, name), getattr(effect, name)
-        if value > max(least, moved / 2):
-            raise UserError(
-                f"{folder}: the {name} of given tokens are {value:.1e} from the checkpoint's, "
-                f"which the training moved by {moved:.1e}. Export it again, with --dtype float32 "
-                "or --merge false if rounding took so much."
-            )
 
 # %% ../../nbs/6_run/18_export.ipynb #ex022
 @dataclass
