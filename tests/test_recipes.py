@@ -1,5 +1,5 @@
 """The files in `configs/` for the published model: memory and images of a training step, in
-6_run/17_plan, in the README and in the comments of the files."""
+6_run/10_plan, in the README and in the comments of the files."""
 
 import re
 
@@ -12,12 +12,12 @@ from glm_grpo.run.plan import GPUS, Step, count_work, estimate_memory, read_mach
 
 pytestmark = pytest.mark.usefixtures("counted_once")
 REAL = sorted((ROOT / "configs").glob("real_*.yaml"))
-PLAN = (ROOT / "nbs/6_run/17_plan.ipynb").read_text(encoding="utf-8")
+PLAN = (ROOT / "nbs/6_run/10_plan.ipynb").read_text(encoding="utf-8")
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def row_of(name):
-    "(machine, GB, images) of the stored table in 6_run/17_plan."
+    "(machine, GB, images) of the stored table in 6_run/10_plan."
     row = rf"\| ([^|]*) \| `{name}` \|[^|]*\| ([\d.]+) GB \| (\d+) \|"
     match = re.search(row, PLAN)
     return match[1], float(match[2]), int(match[3])

@@ -1,4 +1,4 @@
-"""The first table of 4_rewards/20_registry, "From what you have to what you write": every line of
+"""The first table of 4_rewards/09_registry, "From what you have to what you write": every line of
 it makes a reward and scores images, with small models of random weights in the place of real ones.
 """
 
@@ -14,7 +14,7 @@ from small_models import save_clip, save_detector, save_llava
 from glm_grpo.rewards.registry import load_function
 from glm_grpo.rewards.remote import serve
 
-NOTEBOOK = json.loads((ROOT / "nbs/4_rewards/20_registry.ipynb").read_text())
+NOTEBOOK = json.loads((ROOT / "nbs/4_rewards/09_registry.ipynb").read_text())
 TEXTS = ["".join(cell["source"]) for cell in NOTEBOOK["cells"]]
 (PAGE,) = [text for text in TEXTS if text.startswith("## From what you have")]
 LINES = re.findall(r"\| `(--reward[^`]*)` \|", PAGE)

@@ -1,4 +1,4 @@
-"""When the alarm is silent and when it rings: cases beyond those of nbs/6_run/06_alarms."""
+"""When the alarm is silent and when it rings: cases beyond those of nbs/6_run/03_alarms."""
 
 from dataclasses import replace
 

@@ -1,6 +1,6 @@
 """Run notebooks and store their outputs, with figures at 200 dpi:
 
-python tools/run_notebook.py nbs/5_training/13_figures.ipynb ...
+python tools/run_notebook.py nbs/5_training/11_figures.ipynb ...
 
 Afterwards the notebook is clean, and its figures have 256 colours. The one place that decides how
 sharp stored figures are; those of the package (`ShownFigure`) say it themselves.

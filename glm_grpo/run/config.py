@@ -193,7 +193,7 @@ class RewardConfig:
         "your own reward functions: file.py:name or package.module:name, one or a list. Called "
         "with images [N,3,H,W] in [0,1] and with those of prompts, targets, sources, metadata "
         "that they have as parameters; return [N], higher is better, NaN: no score. Weight 1 "
-        "unless reward.metrics gives another. See nbs/4_rewards/20_registry.ipynb",
+        "unless reward.metrics gives another. See nbs/4_rewards/09_registry.ipynb",
     )
     dit_functions: list[str] | str | None = option(
         None, "with model.component both: reward functions of the denoising policy alone"
