@@ -1,5 +1,7 @@
 "A loss, advantages and callbacks by their files: used, checked before loading, and trusted."
 
+import json
+
 import pytest
 from helpers import main, read_jsonl, resume, small, told
 
@@ -99,7 +101,8 @@ def test_a_run_ends_when_the_held_out_reward_is_enough(folder, capsys):
 
 def test_auto_starts_goes_on_and_sets_a_dead_run_aside(folder, capsys):
     run = folder / "run"
-    words = small(folder, "--resume", "auto", "--output_dir", run, "--num_steps")
+    words = small(folder, "--training.eval_samples", 1, "--resume", "auto")
+    words += ["--output_dir", run, "--num_steps"]
     run.mkdir()
     (run / "config.yaml").write_text("of a run that was killed before its first checkpoint")
     assert main(*words, 1) == 0
@@ -109,5 +112,10 @@ def test_auto_starts_goes_on_and_sets_a_dead_run_aside(folder, capsys):
     assert main(*words, 2) == 0  # the same command: it names the code, so it needs no trust
     printed = capsys.readouterr()
     assert "going on from" in printed.out + printed.err
-    assert len(read_jsonl(run / "metrics.jsonl")) == 2
+    assert "before  as measured when the run began" in printed.out
+    results = json.loads((run / "eval.json").read_text())
+    assert results["before"]["prompts"] and (run / "before_after.png").exists()
+    assert main(*words, 3, "--rollout.temperature", 2) == 0  # another model before training
+    assert "as measured" not in capsys.readouterr().out
+    assert len(read_jsonl(run / "metrics.jsonl")) == 3
     assert main(*small(folder, "--resume", "auto")) == 2 and "Give one" in told(capsys)
