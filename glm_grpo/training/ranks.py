@@ -54,13 +54,20 @@ LAUNCHER_SETTINGS = {  # of accelerate's launcher, which are not used here -> wh
 
 
 def unused_settings() -> list[str]:
-    "A sentence about settings of `accelerate launch` or of its file that have no effect."
+    "Sentences about settings of `accelerate launch` or of its file that have no effect."
     unused = []
     for name, ours in LAUNCHER_SETTINGS.items():
         value = os.environ.get(name, "")
         if value.lower() not in ("", "no", "false", "0"):
             unused.append(f"{name}={value} (here: {ours})")
-    return [f"accelerate's settings are not used: {', '.join(unused)}"] if unused else []
+    notes = [f"accelerate's settings are not used: {', '.join(unused)}"] if unused else []
+    launched = any(name.startswith("ACCELERATE_") for name in os.environ)
+    if launched and "WORLD_SIZE" not in os.environ and not torch.cuda.is_available():
+        notes.append(
+            "accelerate launch started one process: without a GPU it does, whatever "
+            "--num_processes says. torchrun --nproc_per_node N starts more"
+        )
+    return notes
 
 # %% ../../nbs/5_training/03_ranks.ipynb #c0423a0
 class Ranks:
