@@ -119,3 +119,22 @@ def test_auto_starts_goes_on_and_sets_a_dead_run_aside(folder, capsys):
     assert "as measured" not in capsys.readouterr().out
     assert len(read_jsonl(run / "metrics.jsonl")) == 3
     assert main(*small(folder, "--resume", "auto")) == 2 and "Give one" in told(capsys)
+
+
+def test_rollouts_are_saved_as_tables(folder):
+    out, words = folder / "run", small(folder, "--model.component", "both", "--num_steps", 2)
+    words += ["--rollout.num_inference_steps", 2, "--training.save_rollouts", 2]
+    assert main(*words, "--output_dir", out) == 0
+    lines = read_jsonl(out / "metrics.jsonl")
+    for line in lines:  # the first step, and each second one
+        rows = read_jsonl(out / f"rollouts/step_{line['step']:06d}.jsonl")
+        assert [(row["sample"], row["image"]) for row in rows] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+        rewards = [row["reward"] for row in rows]
+        assert sum(rewards) / 4 == pytest.approx(line["reward_mean"])
+        assert rewards == [row["reward/green"] for row in rows]
+        assert all((out / "rollouts" / row["file"]).exists() for row in rows)
+        of_dit = [row["dit/advantage"] for row in rows]
+        assert (
+            of_dit[0] == pytest.approx(-of_dit[1])
+            and rows[0]["ar/advantage"] == rows[1]["ar/advantage"]
+        )

@@ -8,7 +8,7 @@ __all__ = ['resolve', 'open_data', 'describe_data', 'describe_apostrophes', 'mak
            'OwnCode', 'load_own_code', 'make_trainer']
 
 # %% ../../nbs/6_run/06_build.ipynb #n005
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,6 +36,7 @@ from glm_grpo.training.callbacks import (
     ImageStatistics,
     JsonlLogger,
     ProgressLines,
+    RolloutTable,
     TrackerLogger,
 )
 from ..training.experience import own_advantages
@@ -261,8 +262,8 @@ def load_on_ranks(model: ModelConfig, seed: int, ranks: Ranks) -> GLMImageWrappe
 class OwnCode(NamedTuple):
     "The user's loss and callbacks, by their files."
 
-    loss: Callable | None
-    callbacks: list[Callback]
+    loss: Callable | None = None
+    callbacks: Sequence[Callback] = ()
 
 
 def load_own_code(training: TrainingConfig, grpo: GRPOOptions) -> OwnCode:
@@ -293,10 +294,10 @@ def make_trainer(
     out: Path,  # folder of the run
     watch: Callback,  # with the `history` of evaluations; called before the line is written
     ranks: Ranks,  # only the first one writes
-    own: OwnCode,
+    own: OwnCode | None = None,  # None: nothing is the user's own
 ) -> MinimalGRPOTrainer:
     "The trainer of a run, with the callbacks that write its folder, in the order of their calls."
-    training = config.training
+    training, own = config.training, own or OwnCode()
 
     def best():
         "Step of the best evaluation after the start."
@@ -320,6 +321,9 @@ def make_trainer(
         saves,
         ProgressLines(training.log_interval),
     ]
+    tables: list[Callback] = []
+    if training.save_rollouts:  # all ranks save their images
+        tables = [RolloutTable(out / "rollouts", training.save_rollouts)]
     if not ranks.first:  # all ranks evaluate, and save weights that are spread over them
         callbacks = [watch, *own.callbacks, *([saves] if ranks.shards else [])]
     return MinimalGRPOTrainer(
@@ -328,6 +332,6 @@ def make_trainer(
         reward,
         options=trainer_options(config),
         ranks=ranks,
-        callbacks=callbacks,
+        callbacks=[*callbacks, *tables],
         loss=own.loss,
     )

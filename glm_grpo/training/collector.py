@@ -211,7 +211,7 @@ class Collector:
         rewards: dict[Callable, Rewards],  # of all ranks
     ) -> Experience:
         "An `Experience`: each policy's samples with their advantages."
-        samples, counted, numbers = {}, {}, {}
+        samples, counted, numbers, parts = {}, {}, {}, {}
         policies, ranks = self.model.policies, self.ranks
         relative = self.options.grpo.advantage_epsilon
         for name, reward in self.rewards.items():
@@ -231,10 +231,11 @@ class Collector:
             prefix = f"{name}/" if len(rewards) > 1 else ""
             for part, values in of_reward.parts.items():
                 numbers[f"{prefix}reward/{part}"] = values.nanmean().item()
+                parts[f"{prefix}reward/{part}"] = ranks.own(values)
         total = torch.stack([of_reward.rewards for of_reward in rewards.values()]).sum(0)
         known = total[~total.isnan()]
         numbers |= {"reward_mean": known.mean().item(), "reward_std": known.std().item()}
-        return Experience(rollout, samples, counted, ranks.own(total), numbers)
+        return Experience(rollout, samples, counted, ranks.own(total), numbers, parts)
 
     @torch.no_grad()
     def keep_uncertain(

@@ -117,6 +117,8 @@ class Experience:
     counted: dict[str, Tensor]
     rewards: Tensor  # [N] float32 of this rank: the sum over the different rewards
     numbers: dict[str, float]  # for the line of metrics
+    # part of a reward, by the name of its metric -> [N] of this rank, NaN: no value
+    parts: dict[str, Tensor] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)  # of rollout, reward, update
     memory: dict[str, float] = field(default_factory=dict)  # the same: gigabytes at the peak
 
@@ -132,8 +134,7 @@ class Experience:
     ) -> list[tuple[str, list[tuple]]]:  # prompt, and (PIL image, caption) of each image
         "Prompts with their images, best first, and their rewards and advantages as captions."
         rollout, blocks = self.rollout, []
-        samples = next(iter(self.samples.values()))
-        size = samples.group_size * len(rollout) // len(samples)  # images of a prompt
+        size = self.images_of_a_prompt()
         for start in range(0, len(rollout), size)[:groups]:
             rewards = self.rewards[start : start + size].nan_to_num(-math.inf)  # last: no score
             best = rewards.argsort(descending=True, stable=True)[:images] + start
@@ -153,6 +154,27 @@ class Experience:
                 policy = f"{NO_BREAK}{name}" if len(self.samples) > 1 else ""
                 caption += f", adv{policy}{NO_BREAK}{advantage:+.2f}"
         return caption
+
+    def table(self) -> list[dict[str, Any]]:
+        """A row for each image of this rank: prompt, sample of the prompt, image of the sample,
+        reward and its parts, and the advantage for each policy (the mean over its decisions)."""
+        rows, size = [], self.images_of_a_prompt()
+        for i, prompt in enumerate(self.rollout.prompts):
+            sample, image = divmod(i % size, self.rollout.images_per_sample)
+            row = {"prompt": prompt, "sample": sample, "image": image}
+            row |= {"reward": self.rewards[i].item()}
+            row |= {name: values[i].item() for name, values in self.parts.items()}
+            for name, samples in self.samples.items():
+                advantage = samples.advantages[i * len(samples) // len(self.rollout)].mean()
+                row[f"{name}/advantage" if len(self.samples) > 1 else "advantage"] = (
+                    advantage.item()
+                )
+            rows.append({k: None if v != v else v for k, v in row.items()})  # JSON has no NaN
+        return rows
+
+    def images_of_a_prompt(self) -> int:
+        samples = next(iter(self.samples.values()))
+        return samples.group_size * len(self.rollout) // len(samples)
 
     def html(self, groups: int = 4) -> str:
         "Prompts as rows, the best eight images of each, with rewards and advantages."

@@ -364,6 +364,12 @@ class RecordOptions:
     sample_interval: int = option(
         10, "steps between two grids of images in samples/; 0: none", at_least(0)
     )
+    save_rollouts: int = option(
+        0,
+        "steps between two tables in rollouts/, one row for each image: prompt, rewards, "
+        "advantages, and the image as a file; 0: none",
+        at_least(0),
+    )
     trackers: list[str] | str | None = option(
         "tensorboard",
         "where curves and images go, in addition to metrics.jsonl: tensorboard (in the folder "
