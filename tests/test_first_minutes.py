@@ -12,6 +12,8 @@ from helpers import ROOT
 from ranks import on_ranks
 from test_masked_rows import Kernel
 
+from glm_grpo.data.rollout import Terms
+from glm_grpo.model.policies import ARPolicy, DiTPolicy
 from glm_grpo.training.agreement import Agreement, Gap
 
 CPU = torch.device("cpu")
@@ -79,10 +81,11 @@ def test_a_kernel_with_wrong_numbers_fails(monkeypatch):
 
 
 def test_another_ratio_fails(monkeypatch):
-    def score(self, policy, chunk, beta):
-        return 1.5 * policy.score(chunk), {}
+    def terms(policy, samples, *rest):
+        return Terms(1.5 * policy.score(samples))
 
-    monkeypatch.setattr(tool.MinimalGRPOTrainer, "score", score)
+    for policy in (ARPolicy, DiTPolicy):
+        monkeypatch.setattr(policy, "terms", terms)
     card = tool.measure_agreement.__wrapped__(CPU)
     gap = Gap(largest=math.nan, mean=math.nan, kl=math.nan, allowed=0.2)
     for found in (card, Agreement({"ar": gap, "dit": gap}, "bfloat16", 4)):

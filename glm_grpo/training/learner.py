@@ -250,6 +250,9 @@ class Learner:
         chunks = list(
             split_chunks(policy, batch.counted(), size, skip_idle=not pulled, together=together)
         )
+        passes = len(chunks)
+        if self.ranks.shards:  # each pass gathers the weights from all ranks
+            passes = max(self.ranks.gather(passes))
         for i, chunk in chunks:
             terms = policy.terms(chunk, grpo, beta, lambda: self.model.reference())
             new = terms.logprobs  # [n, T]
@@ -263,10 +266,9 @@ class Learner:
             numbers = metrics | terms.metrics | {"loss": loss.detach()}
             numbers = {k: torch.as_tensor(v, device=new.device) for k, v in numbers.items()}
             tally.add(i, chunk, new, numbers)
-        if self.ranks.shards:  # each pass gathers the weights from all ranks: some have more
+        for _ in range(passes - len(chunks)):  # another rank has more
             spare = next(iter(policy.chunks(batch.spare)))
-            for _ in range(max(self.ranks.gather(len(chunks))) - len(chunks)):
-                (0 * policy.score(spare).sum()).backward()
+            (0 * policy.score(spare).sum()).backward()
         return tally
 
     def summarise(
