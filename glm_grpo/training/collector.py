@@ -235,7 +235,7 @@ class Collector:
         total = torch.stack([of_reward.rewards for of_reward in rewards.values()]).sum(0)
         known = total[~total.isnan()]
         numbers |= {"reward_mean": known.mean().item(), "reward_std": known.std().item()}
-        return Experience(rollout, samples, counted, ranks.own(total), numbers, parts)
+        return Experience(rollout, samples, counted, ranks.own(total), numbers, parts=parts)
 
     @torch.no_grad()
     def keep_uncertain(

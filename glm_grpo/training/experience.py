@@ -117,10 +117,10 @@ class Experience:
     counted: dict[str, Tensor]
     rewards: Tensor  # [N] float32 of this rank: the sum over the different rewards
     numbers: dict[str, float]  # for the line of metrics
-    # part of a reward, by the name of its metric -> [N] of this rank, NaN: no value
-    parts: dict[str, Tensor] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)  # of rollout, reward, update
     memory: dict[str, float] = field(default_factory=dict)  # the same: gigabytes at the peak
+    # part of a reward, by the name of its metric -> [N] of this rank, NaN: no value
+    parts: dict[str, Tensor] = field(default_factory=dict)
 
     def __repr__(self):
         samples = ", ".join(f"{len(s)} samples of {name}" for name, s in self.samples.items())
