@@ -21,5 +21,6 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-8}"
 torchrun --standalone --nproc_per_node "${SLURM_GPUS_ON_NODE:-8}" \
     -m glm_grpo.train --resume auto --trust_run_code "$@" &
 launcher=$!
-trap 'pkill -TERM -P "$launcher"; wait "$launcher" || true; scontrol requeue "$SLURM_JOB_ID"' USR1
+trap 'pkill -TERM -P "$launcher" || true; wait "$launcher" || true
+    scontrol requeue "$SLURM_JOB_ID"' USR1
 wait "$launcher"

@@ -1,12 +1,15 @@
 """Several machines, here two on one: the gradients of one process, and one rank that writes. The
 scripts for SLURM, with a launcher for each machine and commands that stand in for SLURM's."""
 
+import contextlib
 import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -134,6 +137,38 @@ def test_the_slurm_script_for_one_machine_starts_a_process_per_gpu(folder, at_ro
     assert options.module and options.training_script == "glm_grpo.train"
     assert main(*options.training_script_args) == 0
     assert "all checks passed" in capsys.readouterr().out
+
+
+# a launcher whose child is the training: it notes the signal, finishes its step and ends
+LAUNCHER = """\
+#!/bin/sh
+sh -c 'trap "echo saved >> $LOG; exit 143" TERM; echo ready >> $LOG; while :; do sleep 0.05; done'
+"""
+REQUEUED = """\
+#!/bin/sh
+[ "$1" = requeue ] && echo "$@" >> "$LOG" || printf 'localhost\\n'
+"""
+
+
+@pytest.mark.parametrize("script", ["slurm_one_machine.sh", "slurm_several_machines.sh"])
+def test_ten_minutes_before_its_end_a_job_goes_back_into_the_queue(tmp_path, script):
+    "On one machine the processes save first."
+    log, bin_ = tmp_path / "log", tmp_path / "bin"
+    path = install(bin_, torchrun=LAUNCHER, srun=LAUNCHER, scontrol=REQUEUED)
+    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "localhost", "SLURM_CPUS_PER_TASK": "1"}
+    job |= {"SLURM_JOB_NUM_NODES": "1", "PATH": path, "LOG": str(log)}
+    process = subprocess.Popen(["bash", SCRIPTS / script], env=job, start_new_session=True)
+    try:
+        end = time.monotonic() + 30
+        while not log.exists() and time.monotonic() < end:
+            time.sleep(0.05)
+        process.send_signal(signal.SIGUSR1)
+        process.wait(30)
+    finally:
+        with contextlib.suppress(ProcessLookupError):  # all have ended
+            os.killpg(process.pid, signal.SIGKILL)
+    lines = log.read_text().split("\n")[:-1]
+    assert lines == ["ready", *["saved"] * (script == "slurm_one_machine.sh"), "requeue 7"]
 
 
 def test_srun_without_a_launcher_is_refused_before_anything_is_written(

@@ -37,7 +37,7 @@ def own_advantages(grpo: GRPOOptions) -> Callable | None:  # in place of `scale`
     return load_called(grpo.advantages, name, form, *call)
 
 
-def _own_advantages(
+def _checked_advantages(
     own: Callable,
     name: str | None,  # file.py:name, for messages
     rewards: Tensor,  # [samples]; NaN: no reward
@@ -84,7 +84,7 @@ def compare_samples(
             parts, reward.weights, group_size, relative=relative, scored=known
         )
     elif own is not None:
-        advantages = _own_advantages(own, options.grpo.advantages, of_samples, group_size)
+        advantages = _checked_advantages(own, options.grpo.advantages, of_samples, group_size)
     else:
         advantages = compare_rewards(of_samples, group_size, scale, relative=relative)
     if limit := options.grpo.advantage_clip:
@@ -173,6 +173,7 @@ class Experience:
         return rows
 
     def images_of_a_prompt(self) -> int:
+        "They stand next to each other."
         samples = next(iter(self.samples.values()))
         return samples.group_size * len(self.rollout) // len(samples)
 

@@ -254,6 +254,7 @@ class Learner:
         if self.ranks.shards:  # each pass gathers the weights from all ranks
             passes = max(self.ranks.gather(passes))
         for i, chunk in chunks:
+            # a model without a reference is asked for one only if there is a KL
             terms = policy.terms(chunk, grpo, beta, lambda: self.model.reference())
             new = terms.logprobs  # [n, T]
             if chunk.old_logprobs is None:  # no weight has changed since sampling: they are equal

@@ -420,7 +420,8 @@ class TrainerOptions:
 
 def loss_problems(grpo: GRPOOptions) -> Iterator[str]:
     "Options of the loss that have no meaning together."
-    for policy, prefix in (("ar", ""), ("dit", "dit_")):
+    for prefix in ("", "dit_"):  # of the options of tokens, and of denoising
+        policy = prefix.rstrip("_")
         clip, low = grpo.clip_of(policy), grpo.clip_range_of(policy)
         high, delta = clip["clip_range_high"] or low, clip["delta"]
         if grpo.loss_type == "cispo" and high <= 1:
