@@ -307,18 +307,18 @@ def test_an_image_that_is_not_counted_is_not_pulled(model):
     "Not even where a mini-batch, or a rank, has no other image."
     trainer, _ = train(model, green, 4, **NFT_OPTIONS)
     experience = trainer.last_experience = trainer.collect(BATCH)
-    norms = []
+    norms, losses = [], []
     for counted in (True, False):
         samples = experience.samples["dit"]
         which = torch.full((len(samples),), counted)
         experience.samples["dit"] = samples.with_advantages(torch.zeros(len(samples)), which)
-        norms.append(
-            trainer.learner.gradients(next(trainer.learner.minibatches(experience, trainer.step)))[
-                "dit"
-            ]["grad_norm"]
-        )
+        minibatch = next(trainer.learner.minibatches(experience, trainer.step))
+        metrics = trainer.learner.gradients(minibatch)["dit"]
+        norms.append(metrics["grad_norm"])
+        losses.append(metrics["loss"])
         trainer.optimizer.zero_grad()
     assert norms[0] > 0 and norms[1] == 0
+    assert losses[0] > 0 == losses[1]
 
 
 def test_the_slow_copy_is_the_policy_while_its_schedule_is_flat(model):
