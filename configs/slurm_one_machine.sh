@@ -19,7 +19,7 @@ set -euo pipefail
 
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-8}"
 torchrun --standalone --nproc_per_node "${SLURM_GPUS_ON_NODE:-8}" \
-    -m glm_grpo.train --resume auto --trust_run_code "$@" &
+    -m glm_grpo.train --resume auto "$@" &
 launcher=$!
 trap 'pkill -TERM -P "$launcher" || true; wait "$launcher" || true
     scontrol requeue "$SLURM_JOB_ID"' USR1

@@ -27,7 +27,7 @@ export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"  # srun does not inherit it (SL
 srun --kill-on-bad-exit=1 \
     torchrun --nnodes "$SLURM_JOB_NUM_NODES" --nproc_per_node "${SLURM_GPUS_ON_NODE:-8}" \
     --rdzv_backend c10d --rdzv_endpoint "$first_host:$port" --rdzv_id "$SLURM_JOB_ID" \
-    -m glm_grpo.train --resume auto --trust_run_code "$@" &
+    -m glm_grpo.train --resume auto "$@" &
 launcher=$!
 trap 'scontrol requeue "$SLURM_JOB_ID"' USR1
 wait "$launcher"
