@@ -204,11 +204,20 @@ def test_a_rank_that_is_killed_ends_the_others(tmp_path):
     done = torchrun("-m", "glm_grpo.train", *options_of(tmp_path, "--num_steps", 100))
     assert done.returncode != 0 and time.monotonic() - begun < 200
     assert "Signal 9 (SIGKILL)" in done.stderr, done.stderr[-3000:]
+    assert "it was killed from outside" in done.stderr and "a bug in" not in done.stderr
     there = (tmp_path / "run/checkpoints").iterdir()
     kept = [path for path in there if path.name.startswith("checkpoint_")]
     assert kept
     for checkpoint in kept:
         assert step_of(checkpoint) == 1 and weights(checkpoint)
+
+
+@pytest.mark.parametrize("mistake", [["--stepz", 3], ["--training.batch_size", 3]])
+def test_a_mistake_is_told_by_the_first_rank_alone(tmp_path, mistake):
+    "Before and after the ranks have found each other."
+    done = torchrun("-m", "glm_grpo.train", *options_of(tmp_path, "--dry_run", *mistake))
+    assert done.returncode != 0 and done.stderr.count("\nerror: ") == 1, done.stderr
+    assert done.stdout.count("     data  ") <= 1
 
 
 def test_an_evaluation_scores_no_token(monkeypatch):

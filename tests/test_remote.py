@@ -4,11 +4,14 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 from helpers import ROOT, main, small, steps, told
+from ranks import free_port
 from test_rewards_remote import BrokenServer, Restarts
 
 from glm_grpo.remote import RemoteReward
@@ -21,12 +24,13 @@ def redness(images, prompts):
 """
 
 
-def start_server(folder):
-    "`python -m glm_grpo.remote`, with a reward of that folder, on any free port."
-    (folder / "my_reward.py").write_text(REWARD)
+def start_server(folder, reward=REWARD, port=0):
+    "`python -m glm_grpo.remote`, with a reward of that folder; 0: on any free port."
+    (folder / "my_reward.py").write_text(reward)
     env = {name: value for name, value in os.environ.items() if name != "GLM_GRPO_TOKEN"}
     env |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "glm_grpo.remote", "my_reward.py:redness", "--port", "0"]
+    command = [sys.executable, "-m", "glm_grpo.remote", "my_reward.py:redness"]
+    command += ["--port", str(port)]
     pipe = subprocess.PIPE
     return subprocess.Popen(command, cwd=folder, env=env, stdout=pipe, stderr=pipe, text=True)
 
@@ -63,15 +67,46 @@ def train_with(folder, server, *words):
     return main(*small(folder, *options, "--reward.functions", "null", *words))
 
 
+DIES = """
+import os, pathlib, signal
+calls = pathlib.Path(__file__).with_name("calls.txt")
+def redness(images):
+    with calls.open("a") as file:
+        file.write(".")
+    if calls.stat().st_size == 4:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return images[:, 0].mean((1, 2))
+"""
+
+
 @pytest.mark.usefixtures("at_root")
-def test_a_run_waits_for_a_server_that_restarts(folder, capsys):
-    "It is away for longer than the two quick retries, and for longer than the time limit."
-    words = ["--reward.time_limit", 3, "--reward.remote_patience", 2]
-    with Restarts(4, request=4) as server:
-        assert train_with(folder, server, *words) == 0
+def test_a_run_waits_for_a_server_that_restarts(folder, tmp_path, capsys):
+    """It is killed while it scores, and started again. It is away for longer than the two quick
+    retries, and for longer than the time limit. The run says that it waits, and that it goes on."""
+    port, servers = free_port(), []
+    servers.append(start_server(tmp_path, DIES, port))
+    address = f"http://127.0.0.1:{port}"
+    assert servers[0].stdout.readline().startswith(f"redness is served at {address}")
+
+    def restart():
+        servers[0].wait(timeout=120)
+        time.sleep(2)
+        servers.append(start_server(tmp_path, DIES, port))
+
+    restarting = threading.Thread(target=restart)
+    restarting.start()
+    words = ["--reward.time_limit", 2, "--reward.remote_patience", 2]
+    try:
+        assert train_with(folder, SimpleNamespace(url=address), *words) == 0
+    finally:
+        servers[0].kill()
+        restarting.join()
+        for server in servers:
+            server.kill()
+            server.communicate()
     said = [line for line in capsys.readouterr().out.splitlines() if " waiting  " in line]
-    assert len(said) == 1 and "up to 2 minutes (reward.remote_patience)" in said[0]
-    assert steps(folder / "run") == [1, 2, 3]
+    assert len(said) == 2 and "up to 2 minutes (reward.remote_patience)" in said[0]
+    assert "answers again" in said[1] and steps(folder / "run") == [1, 2, 3]
 
 
 @pytest.mark.usefixtures("at_root")

@@ -96,6 +96,7 @@ GOOD, NO_MEMORY = answer({"scores": [1, 2]}), answer({"error": "CUDA out of memo
 CASES = {  # name -> act, requests that the client makes, text of its error (None: it succeeds)
     "hangs": (hang, 3, "timeout"),
     "500 once": (say(NO_MEMORY, GOOD), 2, None),
+    "503 once, of a proxy": (say(answer("<p>busy</p>", 503), GOOD), 2, None),
     "always 500": (say(NO_MEMORY), 3, "CUDA out of memory"),
     "dies in the middle": (say(answer(b'{"scores": [0', length=500)), 3, "(asked 3 times)"),
     "no HTTP": (say(b"\x1b[2J\r\n\r\n"), 3, "(asked 3 times)"),
@@ -289,7 +290,8 @@ def test_a_server_that_restarts_is_waited_for(patience, capsys):
         else:
             with pytest.raises(RewardError, match="far raised RemoteError.*ConnectError"):
                 reward(IMAGES[:4], PROMPTS[:4])
-    assert capsys.readouterr().out.count("(reward.remote_patience)") == bool(patience)
+    said = capsys.readouterr().out
+    assert said.count("(reward.remote_patience)") == said.count("goes on") == bool(patience)
 
 
 def test_a_server_that_is_waited_for_in_vain_is_told_in_time():

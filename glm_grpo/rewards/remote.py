@@ -34,7 +34,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from ..data.basics import UserError
+from ..data.basics import UserError, speaks
 from ..data.images import pil_to_tensor, tensor_to_pil
 from .calling import ARGUMENTS, INPUTS, call_reward, reward_name, wanted_arguments
 from .weighted import Worker
@@ -318,20 +318,24 @@ def wait_for_server(
     end: float,  # on the clock `time.monotonic`: wait no longer
     pause: float,  # seconds between two questions
 ) -> None:
-    "Wait until /health answers, and print one line."
-    is_printed = False
+    "Wait until /health answers. The first rank prints a line, and another one when it goes on."
+    begin, waits = time.monotonic(), False
     while (left := end - time.monotonic()) > 0:
         status, answer = exchange(f"{url}/health", None, min(left, HEALTH_TIMEOUT))
+        line = ""
+        if not is_temporary(status):
+            seconds = time.monotonic() - begin
+            line = f"the reward server answers again, after {seconds:.0f} s; the run goes on" * waits
+        elif not waits:
+            line = (
+                f"the reward server at {url} does not answer ({status}: {clean(answer)}); the run "
+                f"waits for it up to {round(left / 60, 1):g} minutes (reward.remote_patience)"
+            )
+        if line and speaks():
+            print(f"{'waiting':>10}  {line}", flush=True)
         if not is_temporary(status):
             return
-        if not is_printed:
-            print(
-                f"{'waiting':>10}  the reward server at {url} does not answer ({status}: "
-                f"{clean(answer)}); the run waits for it up to {round(left / 60, 1):g} minutes "
-                "(reward.remote_patience)",
-                flush=True,
-            )
-        is_printed = True
+        waits = True
         time.sleep(min(left, pause))
 
 # %% ../../nbs/4_rewards/08_remote.ipynb #n031

@@ -16,11 +16,11 @@ import hashlib
 import inspect
 import itertools
 import json
-import os
 import shlex
 import sys
 import textwrap
 import threading
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import Field, dataclass
 from pathlib import Path
@@ -28,7 +28,7 @@ from typing import Any, NoReturn, TypeVar
 
 from jsonargparse import ArgumentError, ArgumentParser
 
-from ..data.basics import UserError, refuse, shown
+from ..data.basics import UserError, refuse, shown, speaks
 from ..data.code import code_places
 from ..data.options import at_least, list_options, option
 from ..data.options import option_value, problem_with, read_entries
@@ -122,7 +122,7 @@ def build(
 # %% ../../nbs/6_run/02_command_line.ipynb #c6d5b3b53
 def print_note(text: str) -> None:
     "Print a line on the console, on the first rank only."
-    if os.environ.get("RANK", "0") in ("", "0"):
+    if speaks():
         print(f"{'note':>10}  {text}", flush=True)
 
 
@@ -468,6 +468,8 @@ def run_command(
 ) -> int:  # what the command returns, or one of `STATUSES`
     "Run a program's main function. It ends with at most one message on stderr, and a status."
     debug, words = take_debug(sys.argv[1:] if argv is None else argv)
+    if not speaks():
+        warnings.simplefilter("ignore")  # the first rank gives the same ones
     with steady_output():
         try:
             with Interrupts():

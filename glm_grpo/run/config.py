@@ -12,7 +12,6 @@ __all__ = ['LARGEST_SIDE', 'T', 'OF_THE_TINY_MODEL', 'OPTIONS', 'RENAMED', 'GONE
 import dataclasses
 import importlib.util
 import json
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +21,7 @@ import yaml
 
 from ..data.basics import bundled
 from ..data.options import above, at_least, check_options, list_options, option
-from ..data.basics import UserError, refuse, shown
+from ..data.basics import UserError, refuse, shown, speaks
 from ..data.options import option_value
 from ..data.images import height_width
 from ..data.rollout import RolloutOptions
@@ -458,14 +457,13 @@ def has_wandb_key() -> bool:
 
 def tracker_problems(names: list[str]) -> Iterator[str]:
     "Trackers that do not exist or are not installed, and W&B without a key."
-    writes = os.environ.get("RANK", "0") in ("", "0")
     for name in names:
         if not importlib.util.find_spec(name):
             yield (
                 f"training.trackers {name}: there is no such tracker, or its package is not "
                 "installed. Install it with pip, or take tensorboard, which is."
             )
-        elif name == "wandb" and writes and not has_wandb_key():
+        elif name == "wandb" and speaks() and not has_wandb_key():
             yield (
                 "training.trackers wandb: W&B has no key. Run `wandb login`, set the environment "
                 "variable WANDB_API_KEY, or WANDB_MODE=offline, or leave this tracker out."

@@ -5,12 +5,13 @@
 # %% auto #0
 __all__ = ['entered', 'STATUSES', 'Stopped', 'signal_name', 'ending_signals', 'uncut', 'mask', 'forked', 'Interrupts',
            'tell_at_once', 'end_with_parent', 'leave_at_once', 'SteadyStream', 'steady_output', 'take_debug',
-           'tell_end', 'leave', 'NotFinite', 'remedy']
+           'lost_rank', 'tell_end', 'leave', 'NotFinite', 'remedy']
 
 # %% ../../nbs/5_training/02_interrupts.ipynb #n009
 import atexit
 import contextlib
 import os
+import re
 import signal
 import sys
 import threading
@@ -22,7 +23,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-from ..data.basics import UserError
+from ..data.basics import UserError, speaks
 
 
 class Stopped(KeyboardInterrupt):
@@ -141,9 +142,10 @@ class Interrupts:
 
 
 def tell_at_once(text: str) -> None:
-    "Write a line to standard error, in a way that is safe in a signal handler."
+    """Write a line to standard error, in a way that is safe in a signal handler. Of several ranks
+    only the first one does: a signal mostly reaches them all."""
     with contextlib.suppress(OSError):  # a terminal that was closed
-        os.write(2, f"\n{text}\n".encode())
+        os.write(2, f"\n{text}\n".encode() * speaks())
 
 
 def end_with_parent() -> None:
@@ -232,12 +234,29 @@ def take_debug(words: list[str]) -> tuple[bool, list[str]]:
     return "--debug" in words, [word for word in words if word != "--debug"]
 
 
+def lost_rank(error: BaseException) -> str:
+    "The message for an exchange that failed because another process is gone; empty: no such error."
+    text = f"{type(error).__name__}: {error}"
+    signs = "closed|reset by peer|Broken pipe|[Tt]imed? ?out|remote process"
+    # of gloo, of NCCL, of PyTorch's own store
+    if not re.match(rf"(?s)(RuntimeError: .*gloo|Dist\w*Error: ).*({signs})", text):
+        return ""
+    return (
+        "Another process of this run has ended, or does not answer. Where it printed no error of "
+        "its own, it was killed from outside: the last lines of the launcher have its signal, and "
+        "SIGKILL (exitcode -9) mostly means that the machine was out of memory (see dmesg), or a "
+        f"scheduler's limit. What this one got: {text.split('. ')[0][:300]}."
+    )
+
+
 def tell_end(error: BaseException, debug: bool = False) -> int:
     "Print the message for the error that ended a program, and return the exit status."
     if isinstance(error, SystemExit) and not isinstance(error.code, str):  # --help, --print_config
         return int(error.code or 0)
     if debug:
         traceback.print_exception(error)
+    elif not speaks():  # the first rank says it, and its launcher ends this one meanwhile
+        time.sleep(5)
     if isinstance(error, KeyboardInterrupt):
         signum = getattr(error, "signum", signal.SIGINT)
         print(f"\nstopped at once by {signal_name(signum)}, without saving.", file=sys.stderr)
@@ -245,6 +264,8 @@ def tell_end(error: BaseException, debug: bool = False) -> int:
     status, text = 1, str(error)
     if isinstance(error, UserError):
         status = 2
+    elif gone := lost_rank(error):
+        status, text = 2, gone
     elif not isinstance(error, SystemExit):
         from glm_grpo.data.code import error_text
 
@@ -302,4 +323,4 @@ def remedy(error: Exception, out: Path, trainer: Any) -> str:
         )
     if isinstance(error, OSError):
         return f"{error}. Check whether the disk is full, or a folder was removed."
-    return str(error) if isinstance(error, UserError) else ""
+    return str(error) if isinstance(error, UserError) else lost_rank(error)

@@ -9,6 +9,7 @@ __all__ = ['LAUNCHER_SETTINGS', 'process_count', 'unused_settings', 'Ranks', 'en
 import os
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ..data.basics import UserError
+from ..rewards.calling import RewardError
 
 if TYPE_CHECKING:
     from glm_grpo.model.wrapper import GLMImageWrapper
@@ -153,6 +155,9 @@ class Ranks:
             answer = work()
         except Exception as e:  # raised again below, after the other ranks have received it
             error, reason = e, f"{type(e).__name__}: {e}"
+            if not isinstance(e, UserError | RewardError):  # told by the others: see `tell_end`
+                at = traceback.extract_tb(e.__traceback__)[-1]
+                reason += f" ({at.filename}, line {at.lineno})"
         results = self.gather((answer, reason))
         self.all_failed = any(reason for _, reason in results)
         if error:
