@@ -14,6 +14,7 @@ from helpers import read_jsonl, resume, same_tensors, small, step_of, steps, tol
 from PIL import Image
 from ranks import in_a_process
 from safetensors.torch import load_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from glm_grpo.data import basics
 from glm_grpo.model.policies import ARPolicy
@@ -246,15 +247,49 @@ def test_out_of_memory_is_told_with_what_to_lower(folder, capsys, monkeypatch, u
 
 
 def test_curves_go_to_wandb_without_a_network(folder, monkeypatch):
-    pytest.importorskip("wandb", reason="pip install wandb")
+    "With evaluations, also the last one, and the rows and images of `save_rollouts` as a table."
+    wandb = pytest.importorskip("wandb", reason="pip install wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_DATA_DIR", str(folder / "data"))
+    points = {}
+    start = wandb.init
+
+    def recorded(**options):
+        started = start(**options)
+        log = started.log
+
+        def kept(values, step):
+            points.setdefault(step, {}).update(values)
+            log(values, step)
+
+        started.log = kept
+        return started
+
+    monkeypatch.setattr(wandb, "init", recorded)
     run = folder / "run"
-    words = ["--num_steps", 2, "--training.sample_interval", 1]
+    words = ["--num_steps", 2, "--training.sample_interval", 1, "--training.save_rollouts", 2]
+    words += ["--training.eval_samples", 1, "--training.eval_interval", 1]
     words += ["--training.trackers", "[tensorboard,wandb]", "--output_dir", run]
     assert main(*small(folder, *words)) == 0
+    media = next(run.glob("wandb/offline-run-*/files/media"))
     assert list(run.glob("wandb/offline-run-*/*.wandb"))
-    assert list(run.glob("wandb/offline-run-*/files/media/images/train/*.png"))
-    assert list((run / "logs").glob("events*"))
+    assert list(media.glob("images/train/*.png"))
+    events = EventAccumulator(str(run / "logs"))
+    events.Reload()
+    history = read_jsonl(run / "eval_history.jsonl")
+    curve = [(point.step, point.value) for point in events.Scalars("eval/reward_mean")]
+    assert curve == [(line["step"], pytest.approx(line["reward_mean"])) for line in history]
+    assert [step for step, _ in curve] == [0, 1, 2] and "eval/brightness" in events.Tags()[
+        "scalars"
+    ]
+    assert [points[step]["eval/reward_mean"] for step in (0, 1, 2)] == [
+        line["reward_mean"] for line in history
+    ]
+    assert list(media.glob("table/train/rollouts_2_*.json"))
+    table, rows = points[2]["train/rollouts"], read_jsonl(run / "rollouts/step_000002.jsonl")
+    assert table.columns == ["picture", *rows[0]] and len(rows) == 2
+    for (picture, *values), row in zip(table.data, rows, strict=True):
+        assert values == [*row.values()] and picture.image.size == (64, 64)
 
 
 def test_a_tracker_whose_package_is_missing_is_told_before_anything(folder, capsys, monkeypatch):

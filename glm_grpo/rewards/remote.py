@@ -325,7 +325,9 @@ def wait_for_server(
         line = ""
         if not is_temporary(status):
             seconds = time.monotonic() - begin
-            line = f"the reward server answers again, after {seconds:.0f} s; the run goes on" * waits
+            line = (
+                f"the reward server answers again, after {seconds:.0f} s; the run goes on" * waits
+            )
         elif not waits:
             line = (
                 f"the reward server at {url} does not answer ({status}: {clean(answer)}); the run "

@@ -8,6 +8,7 @@ __all__ = ['resolve', 'open_data', 'describe_data', 'describe_apostrophes', 'mak
            'OwnCode', 'load_own_code', 'make_trainer']
 
 # %% ../../nbs/6_run/06_build.ipynb #n005
+import contextlib
 from collections.abc import Callable, Sequence
 from operator import attrgetter
 from pathlib import Path
@@ -295,6 +296,7 @@ def make_trainer(
     watch: Callback,  # with the `history` of evaluations; called before the line is written
     ranks: Ranks,  # only the first one writes
     own: OwnCode | None = None,  # None: nothing is the user's own
+    held: contextlib.ExitStack | None = None,  # see `TrackerLogger`
 ) -> MinimalGRPOTrainer:
     "The trainer of a run, with the callbacks that write its folder, in the order of their calls."
     training, own = config.training, own or OwnCode()
@@ -312,18 +314,20 @@ def make_trainer(
         training.save_minutes,
     )
     curves = training.log_interval, training.sample_interval, training.tracker_names
+    logger = TrackerLogger(out, *curves, held)
     callbacks = [
         ImageStatistics(),
         watch,
         *own.callbacks,
         JsonlLogger(out / "metrics.jsonl"),
-        TrackerLogger(out, *curves),
+        logger,
         saves,
         ProgressLines(training.log_interval),
     ]
     tables: list[Callback] = []
     if training.save_rollouts:  # all ranks save their images
-        tables = [RolloutTable(out / "rollouts", training.save_rollouts)]
+        table = RolloutTable(out / "rollouts", training.save_rollouts, logger.log_table)
+        tables = [table]
     if not ranks.first:  # all ranks evaluate, and save weights that are spread over them
         callbacks = [watch, *own.callbacks, *([saves] if ranks.shards else [])]
     return MinimalGRPOTrainer(

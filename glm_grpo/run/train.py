@@ -70,7 +70,7 @@ class Run:
         config: Config,  # checked and resolved
         ranks: Ranks,
         interrupts: Interrupts,  # that are watched
-        held: contextlib.ExitStack,  # for the lock of the folder
+        held: contextlib.ExitStack,  # for the lock of the folder, and trackers
     ):
         self.config, self.ranks, self.interrupts, self.held = config, ranks, interrupts, held
         self.size = config.data.size
@@ -146,7 +146,7 @@ class Training:
         if training.shard:
             ranks.shard(self.model)
         data = run.dataset, run.reward, self.out, self.watch
-        self.trainer = make_trainer(config, self.model, *data, ranks, run.own)
+        self.trainer = make_trainer(config, self.model, *data, ranks, run.own, run.held)
         if not config.resume and ranks.first:
             write_config(self.config, self.out)
         run.say("run", str(self.out))
@@ -498,6 +498,7 @@ def stop(
         run.say("stopped", line)
     status = run.interrupts.status or 130  # 130: another rank got the signal
     if not together:
+        run.held.close()
         end_alone(status)
     return status
 

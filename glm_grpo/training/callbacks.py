@@ -173,8 +173,10 @@ class RolloutTable(Callback):
         self,
         folder: str | Path,
         every: int,  # steps
+        # called with the rows of all ranks, the folder and the step; None: nothing else is done
+        show: Callable[[list[dict], Path, int], None] | None = None,
     ):
-        self.folder, self.every = Path(folder), every
+        self.folder, self.every, self.show = Path(folder), every, show
 
     def on_step_end(self, trainer, metrics, experience):
         "All ranks call it: each saves its images, the first one writes the rows of all."
@@ -187,11 +189,14 @@ class RolloutTable(Callback):
             file = f"{step}/{rank}_{i:03d}.png"
             image.save(self.folder / file)
             rows[i] = {"step": trainer.step, "rank": rank, **rows[i], "file": file}
-        of_ranks = trainer.ranks.gather(rows)
-        if trainer.ranks.first:
-            with atomic_write(self.folder / f"{step}.jsonl") as f:
-                for row in itertools.chain(*of_ranks):
-                    f.write(json.dumps(row, ensure_ascii=False) + "\n")
+        of_all = [*itertools.chain(*trainer.ranks.gather(rows))]
+        if not trainer.ranks.first:
+            return
+        with atomic_write(self.folder / f"{step}.jsonl") as f:
+            for row in of_all:
+                f.write(json.dumps(row, ensure_ascii=False) + "\n")
+        if self.show is not None:
+            self.show(of_all, self.folder, trainer.step)
 
 # %% ../../nbs/5_training/12_callbacks.ipynb #n020
 class CheckpointCallback(Callback):
@@ -270,8 +275,8 @@ def start_tracker(
 
 class TrackerLogger(Callback):
     """Every few steps a grid of images sorted by reward, in output_dir/samples, and metrics as
-    train/reward_mean, train/kl... Both also go to accelerate's trackers; TensorBoard's files are in
-    output_dir/logs."""
+    train/reward_mean, train/kl..., and those of evaluations as eval/reward_mean... All also go to
+    accelerate's trackers; TensorBoard's files are in output_dir/logs."""
 
     def __init__(
         self,
@@ -279,26 +284,59 @@ class TrackerLogger(Callback):
         every: int = 1,  # steps between two points of a curve
         image_every: int = 10,  # steps between images; 0: none
         log_with: Iterable[str] = ("tensorboard",),  # names of accelerate's trackers
+        # its end closes the trackers, after a last evaluation; None: the end of training does
+        held: contextlib.ExitStack | None = None,
     ):
         self.output_dir, self.every, self.image_every = Path(output_dir), every, image_every
-        self.log_with = log_with
+        self.log_with, self.held = log_with, held
+        self.trackers: list[Any] = []
+        self.early: list[tuple] = []  # evaluations before the trackers started
 
     def on_train_begin(self, trainer):
         "UserError: a tracker cannot start."
-        self.trackers = []
         for name in self.log_with:
             self.trackers.append(start_tracker(name, self.output_dir, trainer.step))
+        while self.early:
+            self.log(*self.early.pop(0))
         hook = self.hook = threading.excepthook
         # where TensorBoard's thread meets a full disk, the next `log` raises the same error
         threading.excepthook = lambda error: issubclass(error.exc_type, OSError) or hook(error)
 
-    def on_step_end(self, trainer, metrics, experience):
-        step, numbers = trainer.step, {}
-        for name, value in metrics.items():
+    def log(self, prefix: str, numbers: dict[str, float], step: int) -> None:
+        "What is not finite is left out."
+        points = {}
+        for name, value in numbers.items():
             if name != "step" and math.isfinite(value):
-                numbers[f"train/{name}"] = value
-        for tracker in self.trackers if step % self.every == 0 else ():
-            tracker.log(numbers, step=step)
+                points[f"{prefix}/{name}"] = value
+        for tracker in self.trackers:
+            tracker.log(points, step=step)
+
+    def on_evaluate(self, trainer, evaluation):
+        numbers = {"reward_mean": evaluation.reward_mean, **evaluation.metrics}
+        numbers |= evaluation.statistics
+        if evaluation.diversity is not None:
+            numbers["diversity"] = evaluation.diversity
+        if self.trackers:
+            self.log("eval", numbers, trainer.step)
+        else:
+            self.early.append(("eval", numbers, trainer.step))
+
+    def log_table(self, rows: list[dict], folder: Path, step: int) -> None:
+        "The rows of `RolloutTable` as a table of W&B, with the images that are in this folder."
+        for tracker in self.trackers:
+            if tracker.name == "wandb":
+                import wandb
+
+                data = []
+                for row in rows:
+                    path = folder / row["file"]
+                    data.append([wandb.Image(str(path)) if path.exists() else None, *row.values()])
+                tracker.log_table("train/rollouts", ["picture", *rows[0]], data, step=step)
+
+    def on_step_end(self, trainer, metrics, experience):
+        step = trainer.step
+        if step % self.every == 0:
+            self.log("train", metrics, step)
         if not is_due(step, self.image_every):
             return
         from glm_grpo.training.figures import sample_grid, save_figure  # matplotlib, where it draws
@@ -314,9 +352,16 @@ class TrackerLogger(Callback):
                 tracker.log_images({"train/samples": [grid]}, step=step)
 
     def on_train_end(self, trainer):
+        if self.held is None:
+            self.close()
+        else:
+            self.held.callback(self.close)
+
+    def close(self) -> None:
+        "Let the trackers write what they have, and end."
         try:
-            for tracker in self.trackers:
-                tracker.finish()
+            while self.trackers:
+                self.trackers.pop().finish()
         finally:
             threading.excepthook = self.hook
 
