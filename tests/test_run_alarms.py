@@ -47,7 +47,15 @@ def test_a_fall_that_is_the_same_on_every_prompt_warns():
     after = with_scene(LATER, 0.6, 0.2, 0.5, 0.4)  # the differences are not equal in floating point
     (warning,) = reward_hacking_alarm([before, after])
     (scene,) = [c for c in compare_evaluations(before, after) if c.name == "scene"]
-    assert "scene" in warning and scene.error == 0
+    assert "Give scene a weight in reward.metrics" in warning and scene.error == 0
+
+
+def test_what_has_no_weight_is_not_offered_one():
+    "Statistics and diversity: no metric is named after them."
+    for change in ({"brightness": 0.1}, {"diversity": 0.01}):
+        (warning,) = warnings_after(means(5, **change), means(10, **change))
+        assert [*change][0] in warning and "reward.metrics" not in warning
+        assert "Lower training.learning_rate, raise reward.grpo.beta" in warning
 
 
 def test_silent_unless_the_reward_rose_by_more_than_its_error():

@@ -227,13 +227,14 @@ def reward_hacking_alarm(
     reward = run.changes[-1]["reward"]
     stop = f"or stop at step {steps[good]}, before that" if good else "and start again"
     for name in run.alarms[-1]:
-        change = run.changes[-1][name]
+        change, weigh = run.changes[-1][name], "Lower"
+        if change.kind == "metrics":  # statistics and diversity can have no weight
+            weigh = f"Give {name} a weight in reward.metrics, lower"
         messages.append(
             f"The trained reward rose from {reward.before:.3g} to {reward.after:.3g} while {name}, "
             f"which is not trained, went from {change.before:.3g} to {change.after:.3g} (more "
-            f"than noise since step {steps[run.gone_since(name)]}). Give a metric that sees it "
-            "a weight in reward.metrics, raise reward.grpo.beta, lower training.learning_rate, "
-            f"{stop}."
+            f"than noise since step {steps[run.gone_since(name)]}). {weigh} "
+            f"training.learning_rate, raise reward.grpo.beta (with LoRA), {stop}."
         )
     return messages
 

@@ -51,7 +51,7 @@ from glm_grpo.run.evaluation import (
     evaluate_config,
     write_eval,
 )
-from .plan import plan
+from .plan import describe_time, many_passes, plan
 from .report import before_after_grid, run_facts, write_page
 from ..training.callbacks import CheckpointCallback
 from ..training.checkpoints import adapter_note, check_fits, newer_than, read_note
@@ -88,6 +88,8 @@ class Run:
         for prompts in (self.dataset, self.heldout):
             check_reward(self.reward, prompts, *self.size)
         self.say("data", describe_data(config.data, self.dataset, self.heldout))
+        for line in many_passes(config, len(self.dataset)):
+            self.say("WARNING", line)
         for line in describe_apostrophes(self.dataset, self.heldout):
             self.say("note", line)
         for policy, one in each_reward(self.reward).items():
@@ -535,6 +537,7 @@ def train(config: Config) -> int:  # one of `STATUSES`
             training: Training | None = None
             if config.dry_run:
                 plan(config, run.dataset, run.heldout, run.say)
+                run.say("time", describe_time(config, run.first_step))
                 run.say("dry run", "all checks passed; nothing was trained or written")
                 return 0
             try:
