@@ -224,6 +224,7 @@ def test_dry_run_counts_and_leaves_nothing(folder, capsys):
     text = capsys.readouterr().out
     for said in ("6 steps", "12 images", "6 optimizer steps", "train: ar 204,800", "memory"):
         assert said in text
+    assert "      time  not known before a step was taken" in text and "WARNING" not in text
     assert files(folder) == there and not (folder / "run").exists()
     for wrong, says in (
         (["--model.name", f"{folder}/none"], "none"),
@@ -235,6 +236,15 @@ def test_dry_run_counts_and_leaves_nothing(folder, capsys):
         assert main("--dry_run", *words, *wrong) == 2
         assert says in capsys.readouterr().err
     assert files(folder) == there
+
+
+def test_a_run_and_a_dry_run_warn_of_many_passes(folder, capsys):
+    words = small(folder, "--num_steps", 3000, "--output_dir", folder / "run")
+    for end in (["--dry_run"], ["--training.stop_at", -9, "--training.eval_interval", 1]):
+        assert main(*words, "--training.eval_samples", 1, *end) == 0
+        text = capsys.readouterr().out
+        assert text.count("WARNING  1,000 passes over 3 prompts: ") == 1
+        assert "(--num_steps 300 makes 100 passes)" in text
 
 
 def test_run_and_dry_run_tell_of_apostrophes_that_are_drawn_as_quotes(folder, tmp_path, capsys):

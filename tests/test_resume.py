@@ -159,7 +159,9 @@ def test_a_resume_from_an_older_checkpoint_loses_no_newer_one(copied, capsys):
 
 def test_a_run_that_becomes_longer_says_how_its_learning_rate_changes(long, capsys):
     assert resume(long, "--num_steps", 8, "--dry_run") == 0
-    said = next(note for note in notes(capsys) if "rises again" in note)
+    text = capsys.readouterr().out
+    assert "minutes: 4 steps of " in text and f"as measured in {long}" in text
+    said = next(line for line in text.splitlines() if "rises again" in line)
     assert "from 25% of its value at step 4 to 50% at step 5" in said
     keep = said.partition("To keep it: ")[2].split()
     assert keep == "--training.lr_scheduler constant --training.learning_rate 0.00025".split()
