@@ -123,9 +123,12 @@ def step_of(checkpoint):
 
 
 def without_seconds(run):
-    "The lines of metrics.jsonl, without what differs from run to run."
+    "The lines of metrics.jsonl, without what differs from run to run. Each number has a legend."
+    from glm_grpo.training.metrics import LEGEND, legend_key
+
     measured = ("seconds", "memory")
     lines = read_jsonl(run / "metrics.jsonl")
+    assert {legend_key(name) for line in lines for name in line} <= {*LEGEND}, "05_metrics"
     return [{k: v for k, v in line.items() if not k.startswith(measured)} for line in lines]
 
 

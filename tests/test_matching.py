@@ -16,6 +16,7 @@ from glm_grpo.model.objectives import NFT, Matching, find_objective
 from glm_grpo.model.wrapper import GLMImageWrapper
 from glm_grpo.rewards.weighted import Rewards
 from glm_grpo.training.experience import compare_samples
+from glm_grpo.training.metrics import LEGEND, legend_key
 from glm_grpo.training.options import GRPOOptions, TrainerOptions
 from glm_grpo.training.trainer import MinimalGRPOTrainer
 
@@ -295,6 +296,7 @@ def test_nft_on_policy_is_awm_with_another_weight(model, rollout):
 def test_with_nft_the_slow_copy_samples_and_the_contrast_grows(model):
     trainer, _ = train(model, green, 4, **NFT_OPTIONS)
     contrasts = [line["contrast"] for line in trainer.history]
+    assert {*map(legend_key, trainer.history[-1])} <= {*LEGEND}
     assert contrasts[:2] == [0, 0] and min(contrasts[2:]) > 0
     assert not {"ratio_mean", "clip_fraction", "old_new_gap"} & set(trainer.history[-1])
     samples = trainer.collect(BATCH).samples["dit"]
