@@ -5,9 +5,12 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: one thread is faster here
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # a second one does not wait in a loop
 
+import shutil
+from pathlib import Path
+
 import pytest
 import torch
-from helpers import ROOT, make_folder
+from helpers import ROOT, make_folder, small_model
 
 from glm_grpo.run import plan
 
@@ -30,6 +33,11 @@ def pytest_collection_modifyitems(items):
     "Files that take long come first, so that all workers end at about the same time."
     place = {f"test_{name}": i for i, name in enumerate(LONG)}
     items.sort(key=lambda item: place.get(item.path.stem, len(place)))
+
+
+def pytest_sessionfinish():
+    if small_model.cache_info().currsize:
+        shutil.rmtree(Path(small_model()).parent)
 
 
 @pytest.fixture
