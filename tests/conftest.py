@@ -12,8 +12,6 @@ import pytest
 import torch
 from helpers import ROOT, make_folder, small_model
 
-from glm_grpo.run import plan
-
 
 def pytest_addoption(parser):
     parser.addoption(
@@ -49,21 +47,6 @@ def at_root(monkeypatch):
 @pytest.fixture
 def folder(tmp_path):
     return make_folder(tmp_path)
-
-
-COUNTED = {}  # half, sizes and adapter -> number of trained parameters
-
-
-@pytest.fixture
-def counted_once(monkeypatch):
-    "Adapters of the published sizes are built (without memory) once, not for each estimate."
-    count = plan.count_trained
-
-    def counted(model, layout):
-        key = repr((model, [layout[half]["config"] for half in ("ar", "dit")]))
-        return COUNTED.get(key) or COUNTED.setdefault(key, count(model, layout))
-
-    monkeypatch.setattr(plan, "count_trained", counted)
 
 
 @pytest.fixture
