@@ -6,7 +6,18 @@ from dataclasses import replace
 import pytest
 import torch
 from PIL import Image
-from helpers import PROMPTS, ROOT, load_weights, main, read_jsonl, resume, same_tensors, small, told
+from helpers import (
+    PROMPTS,
+    ROOT,
+    load_weights,
+    main,
+    read_jsonl,
+    resume,
+    same_tensors,
+    small,
+    small_model,
+    told,
+)
 
 from glm_grpo.data.basics import UserError, refuse
 from glm_grpo.maths.noise import SampleNames
@@ -110,7 +121,7 @@ HOW = {"dit_objective": "matching", "matching_times": 3, "temperature": 3.0, "to
 
 @pytest.fixture(scope="module")
 def model():
-    found = GLMImageWrapper(ROOT / "data/tiny-glm-image", "dit", "float32", "cpu", lora={"rank": 2})
+    found = GLMImageWrapper(small_model(), "dit", "float32", "cpu", lora={"rank": 2})
     with torch.no_grad():  # an adapter that does something
         generator = torch.Generator().manual_seed(0)
         for p in found.get_trainable_parameters():
