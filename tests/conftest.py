@@ -5,11 +5,12 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: one thread is faster here
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # a second one does not wait in a loop
 
+import shutil
+from pathlib import Path
+
 import pytest
 import torch
-from helpers import ROOT, make_folder
-
-from glm_grpo.run import plan
+from helpers import ROOT, make_folder, small_model
 
 
 def pytest_addoption(parser):
@@ -32,6 +33,11 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: place.get(item.path.stem, len(place)))
 
 
+def pytest_sessionfinish():
+    if small_model.cache_info().currsize:
+        shutil.rmtree(Path(small_model()).parent)
+
+
 @pytest.fixture
 def at_root(monkeypatch):
     "The programs' default paths, such as data/tiny-glm-image, are relative to the repository."
@@ -41,21 +47,6 @@ def at_root(monkeypatch):
 @pytest.fixture
 def folder(tmp_path):
     return make_folder(tmp_path)
-
-
-COUNTED = {}  # half, sizes and adapter -> number of trained parameters
-
-
-@pytest.fixture
-def counted_once(monkeypatch):
-    "Adapters of the published sizes are built (without memory) once, not for each estimate."
-    count = plan.count_trained
-
-    def counted(model, layout):
-        key = repr((model, [layout[half]["config"] for half in ("ar", "dit")]))
-        return COUNTED.get(key) or COUNTED.setdefault(key, count(model, layout))
-
-    monkeypatch.setattr(plan, "count_trained", counted)
 
 
 @pytest.fixture

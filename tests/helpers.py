@@ -1,8 +1,11 @@
 """What several test files need: small runs of the program, and what they left on disk."""
 
+import functools
 import importlib.util
 import json
+import os
 import shutil
+import tempfile
 from pathlib import Path
 
 import torch
@@ -22,6 +25,28 @@ def green(images):
     others = images[:, [0, 2]].mean((1, 2, 3))
     return images[:, 1].mean((1, 2)) - others
 """
+
+
+@functools.cache
+def small_model():
+    """The folder of the tiny model with one layer instead of four and one block instead of five:
+    faster. Made once in a session; SMALL_MODEL names it for other processes."""
+    if "SMALL_MODEL" not in os.environ:
+        from glm_grpo.model.loading import load_pipeline
+
+        folder = Path(tempfile.mkdtemp(), "small-glm-image")
+        shutil.copytree(ROOT / "data/tiny-glm-image", folder)
+        pipe = load_pipeline(folder)
+        ar, dit = pipe.vision_language_encoder, pipe.transformer
+        language_model = ar.model.language_model
+        language_model.layers = language_model.layers[:1]
+        ar.config.text_config.num_hidden_layers = 1
+        dit.transformer_blocks = dit.transformer_blocks[:1]
+        dit.register_to_config(num_layers=1)
+        ar.save_pretrained(folder / "vision_language_encoder")
+        dit.save_pretrained(folder / "transformer")
+        os.environ["SMALL_MODEL"] = str(folder)
+    return os.environ["SMALL_MODEL"]
 
 
 def main(*words):
@@ -67,6 +92,7 @@ def small(folder, *words, mode=None):
     an edit has no preview, so sampling takes 4 steps and not 260."""
     options = {
         "--mode": mode or ("i2i" if (folder / "source_images").exists() else "t2i"),
+        "--model.name": small_model(),
         "--data.prompts_file": folder / "prompts.txt",
         "--data.image_size": 64,
         "--training.batch_size": 1,
@@ -123,9 +149,12 @@ def step_of(checkpoint):
 
 
 def without_seconds(run):
-    "The lines of metrics.jsonl, without what differs from run to run."
+    "The lines of metrics.jsonl, without what differs from run to run. Each number has a legend."
+    from glm_grpo.training.metrics import LEGEND, legend_key
+
     measured = ("seconds", "memory")
     lines = read_jsonl(run / "metrics.jsonl")
+    assert {legend_key(name) for line in lines for name in line} <= {*LEGEND}, "05_metrics"
     return [{k: v for k, v in line.items() if not k.startswith(measured)} for line in lines]
 
 

@@ -222,7 +222,7 @@ def test_dry_run_counts_and_leaves_nothing(folder, capsys):
     words = small(folder, "--num_steps", 6, "--output_dir", folder / "run")
     assert main("--dry_run", *words) == 0
     text = capsys.readouterr().out
-    for said in ("6 steps", "12 images", "6 optimizer steps", "train: ar 204,800", "memory"):
+    for said in ("6 steps", "12 images", "6 optimizer steps", "train: ar 51,200", "memory"):
         assert said in text
     assert "      time  not known before a step was taken" in text and "WARNING" not in text
     assert files(folder) == there and not (folder / "run").exists()
@@ -400,7 +400,7 @@ def test_resume_refuses_another_model_and_says_what_differs(folder, capsys):
     capsys.readouterr()
     before = contents(run)
     for words, says in (
-        ("--model.name other/GLM-Image", "model tiny-glm-image"),
+        ("--model.name other/GLM-Image", "model small-glm-image"),
         ("--num_steps 1", "larger --num_steps"),
         ("--num_steps 2 --model.lora_rank 3", "lora_rank 16"),
         ("--num_steps 2 --model.lora false", "lora True"),

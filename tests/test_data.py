@@ -96,7 +96,7 @@ def test_states_and_batches_that_cannot_be_used_are_refused():
         ("a.txt", "\n  \n", "a.txt, line 1"),
         ("a.txt", "a cat\na dog\n\n", "a.txt, line 3"),
         ("a.txt", "a cat\n".encode("utf-16"), "a.txt, line 1: not UTF-8"),
-        ("a.json", '["a cat"]\n', ".json"),
+        ("a.tar", "a cat\n", ".tar"),
         ("a.xlsx", "a cat\n", ".xlsx"),
         ("a.csv", "prompt\n", "a.csv: no row"),
         ("a.csv", "name,label\na,b\n", "The columns are name, label"),
@@ -347,42 +347,52 @@ def test_a_folder_of_txt_files_has_one_prompt_per_file(tmp_path):
     assert len(read_rows(tmp_path / "color_val.txt")[0]) == 2
 
 
-@pytest.mark.parametrize(
-    "header, note",
-    [
-        ("Prompts,Category", ["column 'Prompts' as prompt"]),  # DrawBench
-        ("index,prompt_en,sub_dims_en", ["column 'prompt_en' as prompt"]),  # UniGenBench
-        ("index,prompt_zh,sub_dims_zh", ["column 'prompt_zh' as prompt"]),
-        ("prompt,image_path,text", []),
-    ],
-)
-def test_columns_of_published_benchmarks(tmp_path, header, note):
-    row = ",".join(f"x{i}" for i in range(header.count(",") + 1))
-    records, _, notes = read_rows(write(tmp_path / "b.csv", f"{header}\n{row}\n"))
-    at = [name.lower().startswith("prompt") for name in header.split(",")].index(True)
-    assert records[0]["prompt"] == f"x{at}" and notes == note
-    assert len(records[0]["metadata"]) == header.count(",")
+def test_other_names_for_our_keys(tmp_path):
+    "Without ours, and images only where the value names one. 2_data/04_prompts has the forms."
+    edit = {
+        "Instruction": "redder",
+        "input_image": ["0.png"],
+        "edited_image": "https://a.org/1.png",
+    }
+    rows = [edit, {"prompt": "a", "text": ["GO"], "image": "0.png", "include": None}]
+    renamed = {"prompt": "redder", "source": ["0.png"]}
+    expected = [renamed | {"metadata": {"edited_image": edit["edited_image"]}}]
+    expected.append(
+        {"prompt": "a", "metadata": {k: rows[1][k] for k in ("text", "image", "include")}}
+    )
+    lines = write(tmp_path / "a.jsonl", "\n".join(map(json.dumps, rows)))
+    for path in (lines, write(tmp_path / "a.json", json.dumps(rows))):
+        records, _, notes = read_rows(path)
+        assert records == expected
+        assert notes == ["key 'Instruction' as prompt", "key 'input_image' as source"]
+    table = write(tmp_path / "a.csv", 'prompt,image_path,text\na,0.png,"[""GO""]"\n')
+    records, _, notes = read_rows(table)
+    assert records[0]["metadata"] == {"image_path": "0.png", "text": ["GO"]} and notes == []
 
 
-@pytest.mark.parametrize(
-    "others",
-    [
-        {"category": "sign", "text": ["OPEN", "NOW"], "text_length": 2},  # LongText-Bench
-        {"index": 0, "carrier_list": ["a sign"], "sentence_list": ["a sign says 'GO'"]},  # CVTG-2K
-        {"human_preference": [1, 0], "file_path": ["0.jpg", "1.jpg"]},  # HPDv2, train
-        {"rank": [1], "image_path": ["0.jpg"], "raw_annotations": [{"rank": [1]}]},  # HPDv2, test
-        {"tag": None, "include": None, "exclude": None},  # of another task, from a table
-    ],
-)
-def test_lines_of_published_benchmarks_keep_their_keys(tmp_path, others):
-    line = json.dumps({"prompt": "a sign"} | others)
-    records = read_rows(write(tmp_path / "bench.jsonl", line))[0]
-    assert records == [{"prompt": "a sign", "metadata": others}]
-    texts = others.get("text")
-    if texts:  # the same in CSV
-        cell = json.dumps(texts).replace('"', '""')
-        table = write(tmp_path / "bench.csv", f'prompt,text\na sign,"{cell}"\n')
-        assert read_rows(table)[0][0]["metadata"] == {"text": texts}
+def test_a_json_file_is_a_list(tmp_path):
+    def path(value):
+        return write(tmp_path / "a.json", json.dumps(value))
+
+    assert read_rows(path({"data": ["a", {"prompt": "b"}]}))[0] == [
+        {"prompt": "a"},
+        {"prompt": "b"},
+    ]
+    for value in ({"prompt": "a", "tags": ["b"]}, [], {}, "a", 3):
+        assert "a.json: no list of prompts" in refusal(read_rows, path(value))
+    for value in (3, ["a"], {"promt": "a"}, ""):
+        assert "a.json, entry 2: " in refusal(read_rows, path(["a", value]))
+
+
+def test_the_training_part_of_a_folder_of_flow_grpo_is_read(tmp_path):
+    write(tmp_path / "train.txt", "a train\n")
+    write(tmp_path / "test.txt", "a test\n")
+    assert len(read_rows(tmp_path)[0]) == 2  # a folder with one prompt per file
+    write(tmp_path / "train.txt", "a train\na cat\n")
+    records, places, notes = read_rows(tmp_path)
+    assert [row["prompt"] for row in records] == ["a train", "a cat"]
+    assert places[1] == f"{tmp_path}/train.txt, line 2" and notes == ["split 'train'"]
+    assert T2IDataset(tmp_path).prompts_file == tmp_path
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from helpers import ROOT
+from helpers import small_model
 from PIL import Image
 
 from glm_grpo.data.basics import refusal
@@ -14,7 +14,7 @@ from glm_grpo.training.agreement import LOOP_KL
 from glm_grpo.training.callbacks import JsonlLogger, ProgressLines
 from glm_grpo.training.trainer import MinimalGRPOTrainer
 
-TINY = str(ROOT / "data/tiny-glm-image")
+TINY = small_model()
 # an edit has no preview, so its tokens are sampled in 16 steps and not in 272
 BATCH = {"prompts": ["make it red"], "source_images": [[Image.new("RGB", (128, 128), "olive")]]}
 SMALL = {"height": 128, "width": 128, "num_inference_steps": 2, "guidance_scale": 1.0}

@@ -17,7 +17,17 @@ import pytest
 import torch
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils.launch import prepare_simple_launcher_cmd_env
-from helpers import GREEN, PROMPTS, ROOT, files, main, read_jsonl, small, told, write_images
+from helpers import (
+    GREEN,
+    PROMPTS,
+    ROOT,
+    files,
+    main,
+    read_jsonl,
+    small,
+    told,
+    write_images,
+)
 from programs.train_on_ranks import Work, run
 from ranks import free_port, on_ranks
 from test_ranks import check_same_metrics, weights
@@ -89,8 +99,7 @@ def test_the_slurm_script_for_several_machines_trains(tmp_path, at_root):
     machines = [tmp_path / "one", tmp_path / "two"]
     for machine in machines:
         machine.mkdir()
-    words = ["--model.name", ROOT / "data/tiny-glm-image", "--model.device", "cpu"]
-    words += ["--training.batch_size", 2, "--num_steps", 1]
+    words = ["--model.device", "cpu", "--training.batch_size", 2, "--num_steps", 1]
     words = small(tmp_path, *words, "--output_dir")
     assert main(*words, tmp_path / "run") == 0
     job = {"SLURM_JOB_ID": free_port(), "SLURM_JOB_NUM_NODES": 2, "SLURM_GPUS_ON_NODE": 1}

@@ -5,11 +5,12 @@ else of it is PyTorch's own.
 """
 
 import dataclasses
-from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+
+from helpers import small_model
 
 from glm_grpo.maths.noise import named_uniforms
 from glm_grpo.model import sampling
@@ -21,7 +22,7 @@ from glm_grpo.model.tokens import prepare_prompts
 from glm_grpo.model.wrapper import GLMImageWrapper
 from glm_grpo.training.trainer import MinimalGRPOTrainer
 
-FOLDER = Path(__file__).parents[1] / "data/tiny-glm-image"
+FOLDER = small_model()
 PROMPTS = [
     "a cat in the middle on a red ground",
     'two dogs on a blue ground with a sign that says "A1"',

@@ -6,7 +6,18 @@ from dataclasses import replace
 import pytest
 import torch
 from PIL import Image
-from helpers import PROMPTS, ROOT, load_weights, main, read_jsonl, resume, same_tensors, small, told
+from helpers import (
+    PROMPTS,
+    ROOT,
+    load_weights,
+    main,
+    read_jsonl,
+    resume,
+    same_tensors,
+    small,
+    small_model,
+    told,
+)
 
 from glm_grpo.data.basics import UserError, refuse
 from glm_grpo.maths.noise import SampleNames
@@ -16,6 +27,7 @@ from glm_grpo.model.objectives import NFT, Matching, find_objective
 from glm_grpo.model.wrapper import GLMImageWrapper
 from glm_grpo.rewards.weighted import Rewards
 from glm_grpo.training.experience import compare_samples
+from glm_grpo.training.metrics import LEGEND, legend_key
 from glm_grpo.training.options import GRPOOptions, TrainerOptions
 from glm_grpo.training.trainer import MinimalGRPOTrainer
 
@@ -109,7 +121,7 @@ HOW = {"dit_objective": "matching", "matching_times": 3, "temperature": 3.0, "to
 
 @pytest.fixture(scope="module")
 def model():
-    found = GLMImageWrapper(ROOT / "data/tiny-glm-image", "dit", "float32", "cpu", lora={"rank": 2})
+    found = GLMImageWrapper(small_model(), "dit", "float32", "cpu", lora={"rank": 2})
     with torch.no_grad():  # an adapter that does something
         generator = torch.Generator().manual_seed(0)
         for p in found.get_trainable_parameters():
@@ -295,6 +307,7 @@ def test_nft_on_policy_is_awm_with_another_weight(model, rollout):
 def test_with_nft_the_slow_copy_samples_and_the_contrast_grows(model):
     trainer, _ = train(model, green, 4, **NFT_OPTIONS)
     contrasts = [line["contrast"] for line in trainer.history]
+    assert {*map(legend_key, trainer.history[-1])} <= {*LEGEND}
     assert contrasts[:2] == [0, 0] and min(contrasts[2:]) > 0
     assert not {"ratio_mean", "clip_fraction", "old_new_gap"} & set(trainer.history[-1])
     samples = trainer.collect(BATCH).samples["dit"]

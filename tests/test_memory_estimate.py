@@ -7,7 +7,6 @@ from glm_grpo.model.memory import PUBLISHED, layout_of
 from glm_grpo.run.command_line import parse_args
 from glm_grpo.run.plan import Step, estimate_memory
 
-pytestmark = pytest.mark.usefixtures("counted_once")
 SIMULATED = read_json(ROOT / "tests/memory_at_real_size.json")
 
 

@@ -8,6 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from helpers import small_model
+
 from glm_grpo.data.basics import UserError
 from glm_grpo.data.prompts import I2IDataset
 from glm_grpo.data.rollout import RolloutOptions
@@ -32,8 +34,7 @@ SMALL = {"height": 64, "width": 64, "decode": False}
 
 def new_model(component="both", rank=4, **options):
     lora = {"rank": rank} if rank else None
-    folder = DATA / "tiny-glm-image"
-    return GLMImageWrapper(folder, component, device="cpu", lora=lora, **options)
+    return GLMImageWrapper(small_model(), component, device="cpu", lora=lora, **options)
 
 
 @cache
@@ -389,7 +390,7 @@ def test_the_largest_uniforms_sample_a_token_of_the_codebook(u, top_p):
 
 
 def run_once(folder, **options):
-    model = GLMImageWrapper(DATA / "tiny-glm-image", "both", device="cpu", lora=folder, **options)
+    model = GLMImageWrapper(small_model(), "both", device="cpu", lora=folder, **options)
     rollout = model.generate_with_tracking(*edits(), **SMALL | HOT | {"window": 1}, seed=3)
     kept = []
 

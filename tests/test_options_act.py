@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from helpers import ROOT, read_json
+from helpers import read_json, small_model
 from PIL import Image
 
 from glm_grpo.data.basics import UserError
@@ -262,7 +262,7 @@ def test_a_sample_whose_advantage_is_exactly_zero_is_counted_with_its_group():
 @functools.cache
 def tiny():
     "Both policies, moved away from their reference."
-    model = GLMImageWrapper(ROOT / "data/tiny-glm-image", "both", lora={"rank": 4}, device="cpu")
+    model = GLMImageWrapper(small_model(), "both", lora={"rank": 4}, device="cpu")
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for weight in model.get_trainable_parameters():

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from helpers import ROOT
+from helpers import small_model
 
 from glm_grpo import plain
 from glm_grpo.model.sampling import unpack_kept
@@ -32,7 +32,7 @@ def redness(images):
 @pytest.fixture(params=["ar", "dit"])
 def both(request):
     "A pipeline for the plain way with its weights, and a trainer with a rollout of its own."
-    model = GLMImageWrapper(ROOT / "data/tiny-glm-image", request.param, device="cpu")
+    model = GLMImageWrapper(small_model(), request.param, device="cpu")
     pipe = copy.deepcopy(model.pipe)
     names = ("height", "width", "temperature", "top_p", "num_inference_steps", "noise_level")
     names += ("guidance_scale", "group_size", "clip_range", "dit_clip_range", "max_grad_norm")

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import PROMPTS, read_json, small, told
+from helpers import PROMPTS, read_json, small, small_model, told
 
 from glm_grpo.maths.noise import SampleNames
 from glm_grpo.model.wrapper import GLMImageWrapper
@@ -18,7 +18,7 @@ def probe(folder, *words, mode=None):
 
 
 def test_large_grids_of_a_preview_share_its_tokens_and_nothing_else_changes():
-    model = GLMImageWrapper(device="cpu", torch_dtype="float32")
+    model = GLMImageWrapper(small_model(), device="cpu", torch_dtype="float32")
     size = {"height": 64, "width": 64, "num_inference_steps": 1, "temperature": 3, "top_p": 1}
     shape = {"samples": 2 * 2, "images": 2}
     tree = SampleNames.grow(0, 0, PROMPTS[:1], **shape, grids_per_preview=2, own_noise=True)

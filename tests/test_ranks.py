@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 from helpers import GREEN, PROMPTS, evaluate_main, main, read_json, read_jsonl, resume, small
-from helpers import step_of, steps, without_seconds, write_images
+from helpers import small_model, step_of, steps, without_seconds, write_images
 from programs.train_on_ranks import Work, run
 from ranks import as_program, on_ranks, torchrun
 
@@ -92,6 +92,8 @@ def test_ranks_give_the_gradients_of_one_process(
     last = PROMPTS[0] if twice else 'a sign "yes" on a red ground'
     out = str(tmp_path)
     how = {"mini_batches": mini_batches, "full": full, "matching": matching}
+    if full or component == "dit":  # faster
+        how["model"] = small_model()
     work = Work([*PROMPTS, last], out, component, scale, **how)
     one = train_on(1, work)
     if twice:
@@ -222,7 +224,7 @@ def test_a_mistake_is_told_by_the_first_rank_alone(tmp_path, mistake):
 
 def test_an_evaluation_scores_no_token(monkeypatch):
     "One forward pass over all prompts takes 0.43 GB per prompt at 1024 x 1024."
-    model, scored = GLMImageWrapper(device="cpu", torch_dtype="float32"), []
+    model, scored = GLMImageWrapper(small_model(), device="cpu", torch_dtype="float32"), []
     monkeypatch.setattr(model, "compute_token_logprobs", lambda rollout, size: scored.append(size))
     size = {"height": 64, "width": 64, "num_inference_steps": 2, "temperature": 3, "top_p": 1}
     items = [{"prompt": prompt, "target": None} for prompt in HELD_OUT]
@@ -243,6 +245,7 @@ def test_two_ranks_measure_what_one_process_measures(tmp_path):
     (tmp_path / "heldout.txt").write_text("\n".join(HELD_OUT) + "\n")
     (tmp_path / "green.py").write_text(GREEN)
     words = ["--data.prompts_file", tmp_path / "prompts.txt", "--data.image_size", 64]
+    words += ["--model.name", small_model()]
     words += ["--data.eval_prompts_file", tmp_path / "heldout.txt"]
     words += ["--rollout.num_inference_steps", 2, "--rollout.temperature", 3, "--rollout.top_p", 1]
     words += ["--reward.functions", f"{tmp_path}/green.py:green", "--model.device", "cpu"]

@@ -10,7 +10,6 @@ from glm_grpo.model.memory import PUBLISHED, layout_of
 from glm_grpo.run.command_line import parse_args
 from glm_grpo.run.plan import GPUS, Step, count_work, estimate_memory, read_machine
 
-pytestmark = pytest.mark.usefixtures("counted_once")
 REAL = sorted((ROOT / "configs").glob("real_*.yaml"))
 PLAN = (ROOT / "nbs/6_run/10_plan.ipynb").read_text(encoding="utf-8")
 README = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -12,14 +12,16 @@ from html.parser import HTMLParser
 from types import SimpleNamespace
 
 import pytest
+from helpers import ROOT, read_jsonl
 from PIL import Image
 
 from glm_grpo.run.train import write_results
 from glm_grpo.run.config import Config
 from glm_grpo.run.evaluation import PeriodicEvaluation
 from glm_grpo.run.alarms import Change, Evaluation
-from glm_grpo.run.report import CARDS, FIRST, merge_equal, write_page
+from glm_grpo.run.report import CARDS, FIRST, merge_reward, write_page
 from glm_grpo.training.agreement import Agreement, Gap
+from glm_grpo.training.metrics import LEGEND, legend_key
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 NASTY = "<script>alert(\"1\")</script> & a 'cat' <img src=x onerror=alert(1)>"
@@ -231,14 +233,42 @@ def test_a_browser_runs_the_script_if_its_hash_is_in_the_policy(tmp_path, allowe
     assert ('<html lang="en" class="js">' in found.stdout) is allowed
 
 
-def test_rows_that_show_the_same_numbers_are_one():
-    changes = [
-        Change("reward", "reward", 0.4, 0.6, 0.1, 8, True),
-        Change("metrics", "scene", 0.4, 0.6, 0.1, 8, True),
-        Change("metrics", "jpeg_compressibility", -5.0, -4.0, 0.1, 8, False),
-        Change("metrics", "jpeg_incompressibility", 5.0, 4.0, 0.1, 8, False),
-        Change("metrics", "sign", 0.4, 0.5, 0.1, 8, False),
+def test_only_a_reward_shares_its_row_with_its_metric():
+    def names(*metrics):
+        changes = [Change("reward", "reward", 0.4, 0.6, 0.1, 8, True)]
+        return [change.name for change in merge_reward(changes + [*metrics])]
+
+    scene = Change("metrics", "scene", 0.4, 0.6, 0.1, 8, True)
+    share = Change("statistics", "dark_share", 0.4, 0.6, 0.1, 8, False)
+    other = Change("metrics", "sign", 0.4, 0.5, 0.1, 8, True)
+    assert names(scene, share) == ["reward = scene", "dark_share"]
+    assert names(share, other) == ["reward", "dark_share", "sign"]
+    assert names(scene, other) == ["reward", "scene", "sign"]  # the other part did not move it
+
+
+def test_images_have_their_size_and_paper_shows_all(write):
+    wide = Image.new("RGB", (800, 400))
+    history = [result(step / 2, prompts=1, images=[[wide]], step=step) for step in range(3)]
+    seen = write(history[0], history[-1], history=history, lines=lines_of(3))
+    images = [attributes for tag, attributes in seen.tags if tag == "img"]
+    assert len(images) == 3 + 2
+    for attributes in images:
+        assert "loading" not in attributes
+        image = Image.open(io.BytesIO(base64.b64decode(attributes["src"].split(",")[1])))
+        ratio = int(attributes["width"]) / int(attributes["height"])
+        assert ratio == pytest.approx(image.width / image.height, rel=0.01)
+    (paper,) = re.findall("@media print {\n(.*?)\n}", seen.text, re.DOTALL)
+    assert ".wide { overflow: visible }" in paper and "details-content" in paper
+
+
+def test_every_metric_has_a_line_of_legend(write):
+    "Of the recorded runs of the recipes; `helpers.without_seconds` looks at those of the tests."
+    lines = [
+        line for file in (ROOT / "results").rglob("*metrics.jsonl") for line in read_jsonl(file)
     ]
-    names = [change.name for change in merge_equal(changes)]
-    size = "jpeg_compressibility = -jpeg_incompressibility"
-    assert names == ["reward = scene", size, "sign"]
+    assert len(lines) > 100 and {legend_key(name) for line in lines for name in line} <= {*LEGEND}
+    seen = write(
+        result(0), result(1), lines=lines_of(2) + [{"step": 3, "reward_mean": 1, "mine": 2}]
+    )
+    assert [text for text in seen.texts if text in LEGEND] == ["step", "kl", "reward_mean"]
+    assert LEGEND["kl"] in seen.texts and LEGEND["seconds"] not in seen.texts

@@ -282,7 +282,7 @@ class Restarts(BrokenServer):
 @pytest.mark.parametrize("patience", [0, 20])
 def test_a_server_that_restarts_is_waited_for(patience, capsys):
     "Two requests at a time: one line; the time limit of the sum does not count meanwhile."
-    with Restarts(3) as server:
+    with Restarts(3 if patience else 60) as server:
         client = RemoteReward(server.url, batch_size=2, patience=patience)
         reward = WeightedReward({"far": client}, {"far": 1.0}, time_limit=2)
         if patience:

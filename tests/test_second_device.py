@@ -10,10 +10,9 @@ import sys
 
 import pytest
 import torch
-from helpers import GREEN, PROMPTS, ROOT, write_images
+from helpers import GREEN, PROMPTS, ROOT, small_model, write_images
 from ranks import free_port, on_ranks
 from second_device.guard import build_library
-from second_device.small_model import make_small_model
 
 
 FOLDER = ROOT / "tests/second_device"
@@ -33,7 +32,7 @@ def prepared(tmp_path_factory):
         "PYTHONPATH": os.pathsep.join(paths),
         "OMP_NUM_THREADS": "1",
         "SECOND_DEVICE": str(build_library(folder)),
-        "SMALL_MODEL": str(make_small_model(folder / "glm-image")),
+        "SMALL_MODEL": small_model(),
     }
 
 

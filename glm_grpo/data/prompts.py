@@ -81,22 +81,58 @@ _KEY_TYPES = {
 }
 
 
-def _own_keys(record, where):
-    "A record whose other keys are in its metadata. UserError: one of them is nearly one of ours."
-    if not isinstance(record, dict) or not isinstance(record.get("metadata", {}), dict):
+# key -> the names that published files have for it, the preferred ones first
+_NAMES = {
+    "prompt": "prompt prompts prompt_en prompt_zh prompt_cn input_prompt instruction edit_prompt "
+    "text caption",
+    "target": "target target_img target_image edited_image output_image image",
+    "source": "source source_img source_image input_image original_image",
+    "metadata": "metadata",
+}
+_COLUMNS = {name: key for key, names in _NAMES.items() for name in names.split()}
+
+
+def _is_image(value):
+    "Whether a cell is an image, or the name of an image file, or a list of them."
+    values = value if isinstance(value, list) and value else [value]
+    return all(
+        isinstance(one, PackedImage)
+        or (isinstance(one, str) and "://" not in one and Path(one).suffix.lower() in SUFFIXES)
+        for one in values
+    )
+
+
+def _keys(first, rows):
+    "Key -> its name in the records `rows`, of which `first` has all names."
+    names = {name.strip().lower(): name for name in first}
+    keys: dict[str, str] = {}
+    for name, key in _COLUMNS.items():
+        # under another name than ours, a URL or a number is no image
+        sure = name == key or key == "prompt"
+        if name in names and (sure or any(_is_image(row[names[name]]) for row in rows)):
+            keys.setdefault(key, names[name])
+    return keys
+
+
+def _own_keys(record, where, notes):
+    """A record whose other keys are in its metadata; adds to the notes what was renamed.
+    UserError: a key is nearly one of ours."""
+    if not isinstance(record, dict):
         return record
-    others = {key: value for key, value in record.items() if key not in _KEY_TYPES}
+    keys = _keys([name for name in record if name != "image"], [record])
+    notes += [f"key '{name}' as {key}" for key, name in keys.items() if name != key]
+    kept = {key: record[name] for key, name in keys.items()}
+    others = {key: value for key, value in record.items() if key not in keys.values()}
     for key in others:
         near = difflib.get_close_matches(key.strip().lower(), _KEY_TYPES, 1, 0.8)
-        if near and near[0] not in record:
+        if near and near[0] not in kept:
             raise UserError(
                 f"{where}: the key '{key[:100]}' is nearly {near[0]}. Rename it, or move it into "
                 "metadata."
             )
-    if not others:
-        return record
-    kept = {key: value for key, value in record.items() if key in _KEY_TYPES}
-    return kept | {"metadata": others | record.get("metadata", {})}
+    if others and isinstance(kept.setdefault("metadata", {}), dict):
+        kept["metadata"] = others | kept["metadata"]
+    return kept
 
 
 def _check_record(record, where):
@@ -124,42 +160,21 @@ def _parse_json(text, where):
     return value
 
 # %% ../../nbs/2_data/04_prompts.ipynb #ccc34be
-_COLUMNS = {  # the name of a column -> key, the preferred names first
-    "prompt": "prompt",
-    "prompts": "prompt",
-    "prompt_en": "prompt",
-    "prompt_zh": "prompt",
-    "text": "prompt",
-    "caption": "prompt",
-    "target": "target",
-    "image": "target",
-    "source": "source",
-    "metadata": "metadata",
-}
 # the columns whose cells may be JSON, and how such a cell begins
 _JSON = dict.fromkeys(("source", "metadata", "include", "exclude"), ("[", "{"))
 _JSON |= dict.fromkeys(("text", "texts"), ('["', "['"))
 
 
-def _is_image(value):
-    "Whether a cell is an image, or the name of an image file."
-    is_name = isinstance(value, str) and "://" not in value
-    return isinstance(value, PackedImage) or is_name and Path(value).suffix.lower() in SUFFIXES
-
-
 def _table_records(rows, path):
     """The rows of a table as records, and notes on how its columns were read. UserError: no row,
     or no column has the prompts."""
-    first, columns, records = rows[0] if rows else {}, {}, []  # columns: key -> its column
+    first, records = rows[0] if rows else {}, []
+    columns = _keys(first, rows)
     names = {name.strip().lower(): name for name in first}
-    for name, key in _COLUMNS.items():
-        # a URL or a number is not a target image
-        if name in names and (name != "image" or any(_is_image(row[names[name]]) for row in rows)):
-            columns.setdefault(key, names[name])
     if "prompt" not in columns:
         raise UserError(
-            f"{path}: no row, or no column 'prompt', 'prompts', 'text' or 'caption'. The columns "
-            f"are {', '.join(first)}. Rename the one with the prompts."
+            f"{path}: no row, or no column 'prompt', 'instruction', 'text' or 'caption'. The "
+            f"columns are {', '.join(first)}. Rename the one with the prompts."
         )
     for number, row in enumerate(rows, 1):
         for name in _JSON.keys() & names.keys():
@@ -265,6 +280,15 @@ def _unpack(value, kind, where):
 def _read_dataset(path):
     """The records of a Parquet file or of a dataset's folder, and notes.
     UserError: it cannot be read, it contains no dataset, or `datasets` is not installed."""
+    files, split = [path], ""
+    if path.is_dir():
+        files, split = _split_files(path) if any(path.rglob("*.parquet")) else ([], "")
+    saved = any((path / name).is_file() for name in ("state.json", "dataset_dict.json"))
+    if not files and not saved:
+        raise UserError(
+            f"{path}: no Parquet, no saved dataset, no .txt files. Set data.prompts_file to a file "
+            "in it."
+        )
     try:
         import datasets
         from pyarrow import parquet
@@ -273,9 +297,6 @@ def _read_dataset(path):
             f"{path}: the package datasets is needed to read it. pip install "
             "'glm_grpo[datasets]', or save the prompts as .txt, .jsonl or .csv."
         ) from None
-    files, split = [path], ""
-    if path.is_dir():
-        files, split = _split_files(path) if any(path.rglob("*.parquet")) else ([], "")
 
     def needed(schema):
         return [c.name for c in schema if "binary" not in str(c.type) or c.name.lower() in _COLUMNS]
@@ -288,8 +309,6 @@ def _read_dataset(path):
             tables = (parquet.ParquetFile(file, **few) for file in files)
             parts = (one.iter_batches(64, columns=needed(one.schema_arrow)) for one in tables)
             batches = itertools.chain.from_iterable(parts)
-        elif not any(path.glob("*.json")):  # a saved dataset has state.json or dataset_dict.json
-            raise ValueError("no Parquet, no saved dataset, no .txt files; name a file in it")
         else:
             stored = datasets.load_from_disk(str(path))
             if isinstance(stored, dict):
@@ -312,9 +331,18 @@ def _read_dataset(path):
     return records, [f"split '{split}'"] * bool(split) + notes
 
 # %% ../../nbs/2_data/04_prompts.ipynb #cc37f4d
-_NOT_READ = (".json", ".arrow", ".feather", ".xls", ".xlsx", ".ods", ".zip", ".gz", ".yaml", ".yml")
-# keys of GenEval, LongText-Bench, CVTG-2K, HPDv2: a line that has one may have other keys as well
-_FORMS = ("include", "text", "texts", "sentence_list", "human_preference", "raw_annotations")
+_NOT_READ = ".arrow .feather .xls .xlsx .ods .zip .gz .tar .yaml .yml".split()
+
+
+def _read_json(path):
+    """The records of a JSON file: a list of texts or objects, perhaps under one key.
+    UserError: it has another form."""
+    value = _parse_json(read_text(path), path)
+    if isinstance(value, dict) and len(value) == 1:
+        [value] = value.values()
+    if not isinstance(value, list) or not value:
+        raise UserError(f"{path}: no list of prompts. Save it as .jsonl, one JSON object per line.")
+    return [{"prompt": one} if isinstance(one, str) else one for one in value]
 
 
 def _text_files(path):
@@ -329,17 +357,21 @@ def is_table(
 ) -> bool:
     "Whether the file's rows are records, which may name their images."
     suffix = Path(path).suffix.lower()
-    return suffix in (".jsonl", ".csv", ".tsv", ".parquet") or os.path.isdir(path)
+    return suffix in (".jsonl", ".json", ".csv", ".tsv", ".parquet") or os.path.isdir(path)
 
 
 def read_rows(
-    # .txt, .jsonl, .csv, .tsv, .parquet, the folder of a dataset, or a folder of .txt files
+    # .txt, .jsonl, .json, .csv, .tsv, .parquet, the folder of a dataset, or of .txt files
     path: str | Path,
 ) -> tuple[list[dict], list[str], list[str]]:
     # N records with "prompt", perhaps "target", "source", "metadata"; N places, like
     # "prompts.txt, line 3"; notes on how the columns were read
     "The prompts of a file or folder. UserError names the line or row."
-    path, place, notes = bundled(path), "row", []
+    path, place = bundled(path), "row"
+    notes: list[str] = []
+    for name in ("train_metadata.jsonl", "train.txt"):  # a dataset of Flow-GRPO
+        if os.path.isfile(path / name) and len(read_lines(path / name)) > 1:
+            path, notes = path / name, ["split 'train'"]
     suffix = path.suffix.lower()
     if suffix in _NOT_READ:
         raise UserError(
@@ -358,21 +390,19 @@ def read_rows(
         records, notes = _read_dataset(path)
     elif suffix in (".csv", ".tsv"):
         records, notes = _read_csv(path)
+    elif suffix == ".json":
+        place, records = "entry", _read_json(path)
     else:
         place, lines = "line", read_lines(path)
         records = [{"prompt": line} for line in lines]
         if suffix == ".jsonl":
-            records = []
-            for i, line in enumerate(lines, 1):
-                where = f"{path}, line {i}"
-                records.append(_own_keys(_parse_json(line, where), where))
+            records = [_parse_json(line, f"{path}, line {i}") for i, line in enumerate(lines, 1)]
     places = [*map(str, texts)] or [f"{path}, {place} {i}" for i in range(1, len(records) + 1)]
     for i, record in enumerate(records):
-        if isinstance(record, dict) and any(type(record.get(key, "")) is not str for key in _FORMS):
-            images = {key: record.pop(key) for key in ("source", "target") if record.get(key)}
-            records[i] = {"prompt": record.pop("prompt", ""), "metadata": record} | images
+        if suffix in (".json", ".jsonl"):
+            records[i] = _own_keys(record, places[i], notes)
         _check_record(records[i], places[i])
-    return records, places, notes
+    return records, places, [*dict.fromkeys(notes)]
 
 # %% ../../nbs/2_data/04_prompts.ipynb #ca07371
 def read_records(

@@ -399,12 +399,9 @@ def sign_reward(
     images: Tensor,  # [N, 3, H, W] in [0, 1]
     prompts: list[str],  # N texts
     metadata: list | None = None,  # N dicts; "scene" in it (edits) is read instead of the prompt
-) -> Tensor:  # [N] float32 in [0, 1]
+) -> Tensor:  # [N] float32 in [0, 1]; NaN where the prompt quotes no word
     """The share of right characters on the sign.
-
-    A prompt without a quoted word gets 1 if there is no sign, else 0. UserError: a word that is not
-    two of the known characters.
-    """
+    UserError: a word that is not two of the known characters."""
     rewards = []
     for texts, seen in zip(wanted_texts(prompts, metadata), read_signs(images)):
         word = "".join(texts[:1])
@@ -414,7 +411,7 @@ def sign_reward(
                 f"out of {CHARACTERS}. For other texts use the reward text."
             )
         right = sum(a == b for a, b in zip(word, seen)) / 2
-        rewards.append(right if word else float(not seen))
+        rewards.append(right if word else math.nan)
     return torch.tensor(rewards)
 
 # %% ../../nbs/4_rewards/05_scenes.ipynb #ec010

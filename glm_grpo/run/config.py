@@ -267,9 +267,9 @@ class DataConfig:
     prompts_file: str | None = option(
         None,
         "training prompts: a text file with one prompt per line (UTF-8), a folder of text files "
-        "with one prompt each, or .jsonl, .csv, .tsv, .parquet or the folder of a Hugging Face "
-        "dataset with columns prompt, target, source, metadata; null: data/t2i/train/prompts.txt, "
-        "in mode i2i data/i2i/train/prompts.jsonl",
+        "with one prompt each, or .jsonl, .json, .csv, .tsv, .parquet or the folder of a "
+        "Hugging Face dataset with columns prompt, target, source, metadata; null: "
+        "data/t2i/train/prompts.txt, in mode i2i data/i2i/train/prompts.jsonl",
     )
     target_images_dir: str | None = option(
         None,

@@ -21,7 +21,7 @@ import torch
 from ..data.basics import UserError
 from ..data.loader import PromptLoader
 from ..data.prompts import I2IDataset, T2IDataset, read_records
-from ..model.adapters import add_lora
+from ..model.adapters import adapted_layers
 from ..model.loading import load_prompt_parts, pick_device, pick_dtype
 from ..model.memory import build_part, bytes_for_tokens, free_bytes, local_folder
 from ..model.memory import model_layout, numbers_in, split_samples, trainable_parts
@@ -111,11 +111,12 @@ def count_trained(
     lora = lora_options(model)
     for half in COMPONENTS[model.component]:
         part = build_part(half, layout[half]["config"])  # without the memory of its weights
-        if lora:
-            add_lora(part, lora, half=half)
-        else:
-            for trained in trainable_parts(half, part):
-                trained.requires_grad_(True)
+        if lora:  # the two matrices of each layer
+            layers = adapted_layers(part, lora, half).values()
+            counts[half] = sum(lora.rank * (x.in_features + x.out_features) for x in layers)
+            continue
+        for trained in trainable_parts(half, part):
+            trained.requires_grad_(True)
         counts[half] = sum(p.numel() for p in part.parameters() if p.requires_grad)
     return counts
 

@@ -15,7 +15,6 @@ import helpers
 import pytest
 import torch
 from PIL import Image
-from small_model import small_model
 from test_rewards_judges import clip  # noqa: F401  fixture
 
 from glm_grpo import GLMImageWrapper
@@ -41,8 +40,8 @@ def graphs_are_allowed(monkeypatch):
 
 
 @pytest.fixture(scope="session")
-def model_folder(tmp_path_factory) -> Path:
-    return small_model(tmp_path_factory)
+def model_folder() -> Path:
+    return Path(helpers.small_model())
 
 
 def reward(images):
