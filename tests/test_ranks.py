@@ -188,30 +188,35 @@ def test_a_rank_that_fails_alone_says_so_and_ends(tmp_path):
 
 
 KILLED = """\
-import os, signal
-calls = []
+import os, pathlib, signal
+calls, once = [], pathlib.Path(__file__).with_name("killed")
 def green(images):
     calls.append(1)
-    if os.environ["RANK"] == "1" and len(calls) == 4:
+    if os.environ["RANK"] == "1" and len(calls) == 4 and not once.exists():
+        once.touch()
         os.kill(os.getpid(), signal.SIGKILL)
     return images[:, 1].mean((1, 2))
 """
 
 
-def test_a_rank_that_is_killed_ends_the_others(tmp_path):
+def test_a_rank_that_is_killed_ends_the_others_and_the_same_command_goes_on(tmp_path):
     """kill -9, in the second step: the launcher ends the rest, and the checkpoint of the first step
-    is whole."""
+    is whole. The command of a job that comes back into the queue is the same."""
     (tmp_path / "green.py").write_text(KILLED)
+    words = options_of(tmp_path, "--num_steps", 3, "--resume", "auto")
     begun = time.monotonic()
-    done = torchrun("-m", "glm_grpo.train", *options_of(tmp_path, "--num_steps", 100))
+    done = torchrun("-m", "glm_grpo.train", *words)
     assert done.returncode != 0 and time.monotonic() - begun < 200
     assert "Signal 9 (SIGKILL)" in done.stderr, done.stderr[-3000:]
     assert "it was killed from outside" in done.stderr and "a bug in" not in done.stderr
-    there = (tmp_path / "run/checkpoints").iterdir()
-    kept = [path for path in there if path.name.startswith("checkpoint_")]
+    run = tmp_path / "run"
+    kept = [path for path in (run / "checkpoints").iterdir() if path.name.startswith("checkpoint_")]
     assert kept
     for checkpoint in kept:
         assert step_of(checkpoint) == 1 and weights(checkpoint)
+    again = torchrun("-m", "glm_grpo.train", *words)
+    assert again.returncode == 0, again.stderr[-3000:]
+    assert steps(run) == [1, 2, 3] and again.stdout.count("--resume auto: going on from") == 1
 
 
 @pytest.mark.parametrize("mistake", [["--stepz", 3], ["--training.batch_size", 3]])
