@@ -71,10 +71,11 @@ def compute_in_half_precision(
             if len(active) != 1 or kwargs or x.dtype == torch.float32:
                 return super().forward(x, *args, **kwargs)
             [name] = active
-            y = self.base_layer(x, *args)
             down, up = self.lora_A[name].weight, self.lora_B[name].weight * self.scaling[name]
             inner = F.linear(x, down.to(x.dtype)).flatten(0, -2)
-            return torch.addmm(y.flatten(0, -2), inner, up.to(x.dtype).T).view(y.shape)
+            y = self.base_layer(x.flatten(0, -2), *args)
+            # in place, as `addmm` would copy y first; y is no view, whose gradient would be copied
+            return y.addmm_(inner, up.to(x.dtype).T).view(*x.shape[:-1], -1)
 
     for layer in model.modules():
         if type(layer) is Linear and layer.base_layer.weight.dtype != torch.float32:
