@@ -75,7 +75,7 @@ def compute_in_half_precision(
             inner = F.linear(x, down.to(x.dtype)).flatten(0, -2)
             y = self.base_layer(x.flatten(0, -2), *args)
             # in place, as `addmm` would copy y first; y is no view, whose gradient would be copied
-            return y.addmm_(inner, up.to(x.dtype).T).view(*x.shape[:-1], -1)
+            return y.addmm_(inner, up.to(x.dtype).T).view(*x.shape[:-1], len(up))
 
     for layer in model.modules():
         if type(layer) is Linear and layer.base_layer.weight.dtype != torch.float32:

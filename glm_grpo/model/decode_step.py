@@ -75,7 +75,7 @@ def called_product(
     dtype = weights[0][0].dtype
     down = torch.cat(inner).to(dtype)  # [R, inputs]
     up = torch.block_diag(*blocks).to(dtype)  # [R, outputs of all layers]
-    return lambda x: torch.addmm(plain(x), F.linear(x, down), up)
+    return lambda x: plain(x).addmm_(F.linear(x, down), up)  # `addmm` would copy first
 
 # %% ../../nbs/3_model/02_decode_step.ipynb #cdced1d
 def rms_norm(module: Any) -> Product:
