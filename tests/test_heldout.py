@@ -1,8 +1,11 @@
 "Prompts that were trained on are never shown as held out: in files, on the page, on the console."
 
+import re
+
 import pytest
 import yaml
-from helpers import PROMPTS, evaluate_main, main, read_json, small, without_images
+from helpers import PROMPTS, counting_reward, evaluate_main, main, read_json, rewards_of, small
+from helpers import without_images
 
 from glm_grpo.data.prompts import T2IDataset, split_off
 from glm_grpo.run.build import describe_data, open_data
@@ -69,3 +72,24 @@ def test_the_training_file_named_for_evaluations_is_not_held_out(twenty, name):
     training, evaluated = open_data(data, "t2i")
     assert len(training) == 20 and evaluated.trained_on
     assert "none held out" in describe_data(data, training, evaluated)
+
+
+def test_evaluations_have_a_size_of_their_own(folder, capsys):
+    "Training and its evaluations, `glm_grpo.evaluate`, and the memory of the dry run."
+    note = "(pathlib.Path(__file__).parent / f'{images.shape[-1]}').touch()"
+    (folder / "green.py").write_text(counting_reward(note, "import pathlib"))
+    words = small(folder, "--data.eval_image_size", 96, "--num_steps", 1, "--output_dir")
+    words += [folder / "run", "--training.eval_samples", 1]
+    assert main(*words) == 0
+    assert {file.name for file in folder.glob("[0-9]*")} == {"64", "96"}
+    result = read_json(folder / "run/eval.json")
+    assert evaluate_main("--trust_run_code", "--checkpoint", folder / "run") == 0
+    again = read_json(folder / "run/eval_checkpoint_final/eval.json")
+    assert rewards_of(again) == rewards_of(result)
+    memory = []
+    for size in (96, 512):
+        capsys.readouterr()
+        more = ["--output_dir", folder / "new", "--data.eval_image_size", size]
+        assert main(*words, "--dry_run", *more) == 0
+        memory.append(re.search(r"about ([\d.]+) GB on cpu", capsys.readouterr().out)[1])
+    assert float(memory[1]) > 1.5 * float(memory[0])

@@ -33,6 +33,6 @@ def test_only_the_revision_that_was_downloaded_is_found(cache):
 
 def test_the_plan_counts_tokens_with_the_wanted_revision(cache):
     size, dataset = (128, 128), T2IDataset(ROOT / "data/t2i/train/prompts.txt")
-    tokens = longest_prompt(ModelConfig(), size, dataset)
-    guessed = longest_prompt(ModelConfig(NAME), size, dataset)  # not downloaded
-    assert longest_prompt(ModelConfig(NAME, "v2"), size, dataset) == tokens != guessed
+    tokens = longest_prompt(ModelConfig(), (dataset, size))
+    guessed = longest_prompt(ModelConfig(NAME), (dataset, size))  # not downloaded
+    assert longest_prompt(ModelConfig(NAME, "v2"), (dataset, size)) == tokens != guessed

@@ -9,6 +9,7 @@ __all__ = ['LOSS_FORM', 'resolve', 'open_data', 'describe_data', 'describe_apost
 
 # %% ../../nbs/6_run/06_build.ipynb #n005
 import contextlib
+import copy
 from collections.abc import Callable, Sequence
 from operator import attrgetter
 from pathlib import Path
@@ -76,8 +77,8 @@ def open_data(
     data: DataConfig,  # resolved
     mode: str,  # t2i or i2i
 ) -> tuple[T2IDataset, T2IDataset]:  # training, evaluations
-    """Both datasets, all files checked. Those that are trained on have `trained_on`, also a copy
-    of the training prompts. UserError names what is missing or broken."""
+    """Both datasets, all files checked, each in its size. Those that are trained on have
+    `trained_on`, also a copy of the training prompts. UserError names what is missing or broken."""
 
     def open_dataset(prompts, sources, targets):
         if mode == "i2i":
@@ -92,6 +93,8 @@ def open_data(
         heldout = open_dataset(data.eval_prompts_file, *folders)
         heldout.trained_on = {*heldout.keys()} <= {*training.keys()}
     training.trained_on = True
+    heldout = copy.copy(heldout)  # it may be the training prompts themselves
+    heldout.image_size = data.eval_size
     return training, heldout
 
 

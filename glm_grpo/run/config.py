@@ -288,6 +288,12 @@ class DataConfig:
         "size of the images in pixels: one number, or [height, width]; multiples of 32",
         size_problem,
     )
+    eval_image_size: int | list[int] | None = option(
+        None,
+        "size of the images of evaluations, for a run that trains on smaller ones: a fourth of the "
+        "pixels is about a fourth of the work; null: image_size",
+        size_problem,
+    )
     eval_prompts_file: str | None = option(
         None,
         "held-out prompts, for evaluation; null: the file of the same name in ../heldout/, seen "
@@ -307,6 +313,11 @@ class DataConfig:
     def size(self) -> tuple[int, int]:
         "Height and width of the images in pixels."
         return height_width(self.image_size)
+
+    @property
+    def eval_size(self) -> tuple[int, int]:
+        "The same of evaluations."
+        return height_width(self.eval_image_size or self.image_size)
 
 # %% ../../nbs/6_run/01_config.ipynb #n024
 @dataclass

@@ -231,7 +231,7 @@ def evaluate_config(
     "Evaluate the first eval_prompts prompts with eval_samples seeds. Every rank calls it."
     training = config.training
     number = min(len(dataset), training.eval_prompts or len(dataset))
-    height, width = config.data.size
+    height, width = config.data.eval_size
     result = evaluate(
         model,
         [dataset[i] for i in range(number)],

@@ -33,6 +33,7 @@ from .build import lora_options
 from ..data.rollout import RolloutOptions
 from .config import Config, ModelConfig
 from ..training.checkpoints import run_folder
+from ..training.options import with_options
 from ..training.ranks import process_count
 
 
@@ -312,18 +313,20 @@ def describe_time(
 # %% ../../nbs/6_run/10_plan.ipynb #n010
 def longest_prompt(
     model: ModelConfig,
-    size: tuple[int, int],  # height and width of the images in pixels
-    *datasets: T2IDataset,
+    *sized: tuple[T2IDataset, tuple[int, int]],  # a dataset, height and width of its images
 ) -> int:  # tokens; where the model was not downloaded yet: a third of its bytes and 32
     "UserError: a prompt is too long for the model, or a source has a size that it does not read."
+    datasets = [data for data, _ in sized]
     folder = local_folder(model.name, model.revision)
     if folder is None:
         for edits in (data for data in datasets if isinstance(data, I2IDataset)):
             check_source_sizes(edits)
         return max(len(p.encode()) for data in datasets for p in data.prompts) // 3 + 32
-    parts = load_prompt_parts(folder)
-    tokens = max(check_prompt_lengths(parts, data, *size) for data in datasets)
-    return tokens - tokens_of(size, "i2i" if isinstance(datasets[0], I2IDataset) else "t2i")
+    parts, mode = load_prompt_parts(folder), "i2i" if isinstance(datasets[0], I2IDataset) else "t2i"
+    lengths = [
+        check_prompt_lengths(parts, data, *size) - tokens_of(size, mode) for data, size in sized
+    ]
+    return max(lengths)
 
 # %% ../../nbs/6_run/10_plan.ipynb #n016
 LESS_MEMORY = (
@@ -357,13 +360,18 @@ def plan(
     layout = model_layout(model.name, model.revision)
     total = sum(numbers_in(part["shapes"]) for part in layout.values())
     room = bytes_for_tokens(device, total * dtype.itemsize, memory)
-    longest = longest_prompt(model, config.data.size, dataset, heldout)
+    sized = (dataset, config.data.size), (heldout, config.data.eval_size)
+    longest = longest_prompt(model, *sized)
     step = Step(config, layout, longest, dtype, processes, room)
     trained = ", ".join(f"{half} {n:,}" for half, n in step.trained.items())
     say("model", f"{model.name}: {total:,} numbers in {dtype}, of which train: {trained}")
     work = count_work(config, len(dataset), len(heldout))
     say("work", ", ".join(f"{number:,} {what}" for what, number in work.items() if number))
     sizes = estimate_memory(step)
+    if config.data.eval_image_size and config.training.eval_samples:
+        larger = with_options(config, {"data.image_size": config.data.eval_image_size})
+        evaluation = estimate_memory(Step(larger, layout, longest, dtype, processes, room))
+        sizes["peak"] = max(sizes["peak"], evaluation["sampling_peak"])
     peak = sizes["peak"]
     parts = [f"{k} {size / 1e9:.2f}" for k, size in sizes.items() if size and "peak" not in k]
     say(

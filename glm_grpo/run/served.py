@@ -209,8 +209,8 @@ def distance(
 
 # %% ../../nbs/6_run/09_served.ipynb #ex020
 def heldout_data(config: Config) -> T2IDataset:
-    "The held-out prompts of a run. UserError: its files are not there."
-    config = resolve(config)
+    "The held-out prompts of a run, in its size. UserError: its files are not there."
+    config = resolve(with_options(config, {"data.eval_image_size": None}))
     return open_data(config.data, config.training.mode)[1]
 
 

@@ -73,7 +73,6 @@ class Run:
         held: contextlib.ExitStack,  # for the lock of the folder, and trackers
     ):
         self.config, self.ranks, self.interrupts, self.held = config, ranks, interrupts, held
-        self.size = config.data.size
         self.out: Path | None = None  # the folder, until `take_folder`
         for line in unused_settings():
             self.say("note", line)
@@ -85,8 +84,9 @@ class Run:
                 self.say("note", line)
         self.reward = make_reward(config.reward, config.model.component)
         self.own = load_own_code(config.training, config.reward.grpo)
-        for prompts in (self.dataset, self.heldout):
-            check_reward(self.reward, prompts, *self.size)
+        self.sized = (self.dataset, config.data.size), (self.heldout, config.data.eval_size)
+        for prompts, size in self.sized:
+            check_reward(self.reward, prompts, *size)
         self.say("data", describe_data(config.data, self.dataset, self.heldout))
         for line in many_passes(config, len(self.dataset)):
             self.say("WARNING", line)
@@ -124,8 +124,8 @@ class Training:
         self.run = run
         self.model = load_on_ranks(config.model, training.seed, ranks)
         run.say("", repr(self.model))
-        for prompts in (run.dataset, run.heldout):
-            check_prompt_lengths(self.model, prompts, *run.size)
+        for prompts, size in run.sized:
+            check_prompt_lengths(self.model, prompts, *size)
         # the first rank takes the folder for all ranks; only it writes
         self.out: Path = ranks.agree(lambda: ranks.first and run.take_folder())[0]
         run.out = self.out
