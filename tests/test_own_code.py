@@ -1,9 +1,14 @@
 "A loss, advantages and callbacks by their files: used, checked before loading, and trusted."
 
+import itertools
 import json
 
 import pytest
 from helpers import main, read_jsonl, resume, small, told
+
+from glm_grpo.maths.loss import LOSSES, compute_grpo_loss
+from glm_grpo.run.build import check_loss
+from glm_grpo.training.options import GRPOOptions
 
 CODE = """
 import torch
@@ -19,6 +24,21 @@ def best_only(rewards, group_size):
 
 def short(new, old):
     return new.sum(), {}
+
+def scalar(new, old, advantages, **options):
+    return (advantages * new.mean(1)).sum() / options["num_samples"]
+
+def vector(new, old, advantages, **options):
+    return advantages * new.mean(1), {}
+
+def number(new, old, advantages, **options):
+    return 0.5, {}
+
+def nothing(new, old, advantages, **options):
+    pass
+
+def mean(new, old, advantages, **options):
+    return (advantages * new.mean(1)).mean(), {}
 
 def few(rewards, group_size):
     return rewards[:1]
@@ -65,6 +85,11 @@ def test_a_loss_advantages_and_a_callback_by_file_train_and_resume(folder, mine,
     [
         ("training.loss", "short", "Write def f(new, old, advantages, **options)"),
         ("training.loss", "missing", "has no function or class missing"),
+        ("training.loss", "scalar", "which returns (loss, metrics): a scalar with gradient"),
+        ("training.loss", "vector", "scalar outputs. Write def f("),
+        ("training.loss", "number", "Write def f(new, old, advantages"),
+        ("training.loss", "nothing", "Write def f(new, old, advantages"),
+        ("training.loss", "mean", "divide a sum over the samples by num_samples"),
         ("training.callbacks", "NoCallback", "no class derived from glm_grpo.Callback"),
         ("reward.grpo.advantages", "short", "Write def f(rewards, group_size)"),
     ],
@@ -138,3 +163,10 @@ def test_rollouts_are_saved_as_tables(folder):
             of_dit[0] == pytest.approx(-of_dit[1])
             and rows[0]["ar/advantage"] == rows[1]["ar/advantage"]
         )
+
+
+def test_the_check_of_a_loss_accepts_the_built_in_ones():
+    for loss_type, level in itertools.product(LOSSES, ("token", "sequence")):
+        for beta in (0.0, 0.1):
+            options = {"loss_type": loss_type, "importance_sampling_level": level, "beta": beta}
+            check_loss(compute_grpo_loss, "built in", GRPOOptions(**options))

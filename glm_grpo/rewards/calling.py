@@ -142,9 +142,11 @@ def call_reward(
         raise
     except (Exception, SystemExit) as error:
         at = traceback.extract_tb(error.__traceback__)[-1]
+        text = error_text(error)
+        pil = " Call its parameter pil_images to get PIL images." * ("'Tensor' object" in text)
         raise RewardError(
-            f"The reward {name} raised {error_text(error)} ({at.filename}, line {at.lineno}; "
-            f"first prompt of the batch: {prompts[0]!r})."
+            f"The reward {name} raised {text} ({at.filename}, line {at.lineno}; "
+            f"first prompt of the batch: {prompts[0]!r}).{pil}"
         ) from error
     moved = random_states() != before
     if moved and not hasattr(reward, "parts"):  # the parts of a sum are called and checked alone

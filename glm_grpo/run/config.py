@@ -121,7 +121,9 @@ class TrainingConfig(RecordOptions, OptimizerOptions, StepOptions, LengthOptions
     loss: str | None = option(
         None,
         "a loss of your own in place of reward.grpo.loss_type, my.py:f, called as "
-        "glm_grpo.compute_grpo_loss; see nbs/02_change_something.ipynb",
+        "glm_grpo.compute_grpo_loss with new and old log-probs [N, T] and advantages [N]; it "
+        "returns (loss, metrics), the loss divided by num_samples or num_decisions, which count "
+        "the whole batch, not the micro-batch. See nbs/02_change_something.ipynb",
     )
     callbacks: list[str] | str | None = option(
         None,
@@ -190,9 +192,9 @@ class RewardConfig:
     functions: list[str] | str | None = option(
         None,
         "your own reward functions: file.py:name or package.module:name, one or a list. Called "
-        "with images [N,3,H,W] in [0,1] and with those of prompts, targets, sources, metadata "
-        "that they have as parameters; return [N], higher is better, NaN: no score. Weight 1 "
-        "unless reward.metrics gives another. See nbs/4_rewards/09_registry.ipynb",
+        "with images [N,3,H,W] in [0,1], or pil_images, and with those of prompts, targets, "
+        "sources, metadata that they have as parameters; return [N], higher is better, NaN: no "
+        "score. Weight 1 unless reward.metrics gives another. See nbs/4_rewards/09_registry.ipynb",
     )
     dit_functions: list[str] | str | None = option(
         None, "with model.component both: reward functions of the denoising policy alone"

@@ -200,11 +200,10 @@ class Training:
             f"steps {trainer.step + 1} to {training.max_steps}, each {training.batch_size} prompts "
             f"x {trainer.images_per_prompt} images",
         )
-        run.say(
-            "watch",
-            "reward with its recent mean and trend, grad, ratio, clip, kl; the loss is zero by "
-            "construction with one update per rollout",
-        )
+        numbers = "ratio, clip, kl; the loss is zero by construction with one update per rollout"
+        if training.loss is not None:
+            numbers = "and in metrics.jsonl what your loss returns"
+        run.say("watch", f"reward with its recent mean and trend, grad, {numbers}")
         run.interrupts.trainer = trainer
         trainer.train(training.max_steps - trainer.step)
         run.interrupts.trainer = None
