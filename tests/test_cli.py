@@ -93,7 +93,7 @@ MISTAKES = {
         "--resume latest --output_dir FOLDER/old_run",
         "no complete checkpoint",
     ),
-    "a checkpoint that is none": ("--resume FOLDER/bad", "trainer.json"),
+    "a checkpoint that is none": ("--resume FOLDER/bad", "/bad: no complete checkpoint"),
     "a folder with a run in it": ("--output_dir FOLDER/old_run", "--resume"),
 }
 

@@ -3,6 +3,7 @@
 import copy
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -96,7 +97,7 @@ def exports(run, tmp_path_factory):
     torch.save(inputs, top / "inputs.pt")
     program = ROOT / "tests/programs/open_export.py"
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-    environment |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    environment |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     subprocess.run(
         [sys.executable, "-I", program, top], cwd=top, check=True, env=environment, timeout=300
     )
@@ -163,6 +164,13 @@ def test_names_and_parts_are_those_of_the_base(exports, kind):
         assert settings["target_modules"] == list(names)
         assert type(settings["lora_alpha"]) is int
         assert settings["base_model_name_or_path"] == f"tiny-glm-image/{HALVES[half][0]}"
+    readme = (folder / "README.md").read_text()
+    named = re.findall(r"(?<=[/`])lora/\w[\w/.-]*", readme)
+    assert named or not lora
+    for name in named:  # also in the commands of other programs
+        assert (folder / name).exists(), name
+    assert ("--enable-lora" in readme) == bool(lora and "ar" in halves)
+    assert "torch_dtype" not in readme and '.to("cuda")' not in readme
 
 
 def test_nothing_of_this_machine_is_handed_on(exports, run):
@@ -204,6 +212,7 @@ def test_averages_sampling_and_the_check(run, tmp_path, capsys):
     assert (sampling["temperature"], sampling["top_p"], sampling["top_k"]) == (3.0, 0.9, 1032)
     readme = (to / "README.md").read_text()
     assert "temperature 3.0, top_p 0.9" in readme and "change them there" in readme
+    assert "| on training prompts | before | after |\n|---|---|---|\n| reward |" in readme
     assert "before_after.png" in readme and (to / "before_after.png").is_file()
     assert "--training.ema_decay 0.5" in readme and str(run.parent) not in readme
     settings.write_text(json.dumps(sampling | {"temperature": 1.0}))
@@ -212,6 +221,20 @@ def test_averages_sampling_and_the_check(run, tmp_path, capsys):
     settings.unlink()
     assert export_main(run, "--to", to, "--check") == 2
     assert "top_p is None, and 0.9 was trained" in told(capsys)
+
+
+def test_the_card_says_which_prompts_were_measured(run, tmp_path):
+    "Of the two prompts of this run none is held out; where some are, the card says that."
+    again = shutil.copytree(run, tmp_path / "run")
+    for name in ("green.py", "prompts.txt"):
+        shutil.copy(run.parent / name, tmp_path)
+    file, heads = again / "eval_history.jsonl", []
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    for held_out in (False, True):
+        changed = [json.dumps(line | {"prompts_are_held_out": held_out}) for line in lines]
+        file.write_text("\n".join(changed) + "\n")
+        heads.append(export.measured_rewards(Trained.find(str(again)))[0][0])
+    assert [head[0] for head in heads] == ["on training prompts", "on held-out prompts"]
 
 
 def no_logits(pipe, prompt, sources, token_ids, size):
@@ -229,8 +252,31 @@ def test_the_check_finds_other_weights(exports, monkeypatch, tmp_path):
     file = "transformer/diffusion_pytorch_model.safetensors"
     shutil.copyfile(TINY / file, folder / file)
     monkeypatch.setattr(served, "token_logits", no_logits)
-    message = refusal(served.check_export, trained, folder, number=1)
+    lines = []
+    message = refusal(served.check_export, trained, folder, lines.append, number=1)
     assert "the images of given tokens are" in message
+    _, logprobs, images, *_ = lines
+    assert logprobs.endswith("nats from the checkpoint's (vision_language_encoder did not train)")
+    assert "which the training moved by" in images
+
+
+def test_the_check_names_another_checkpoint(exports, tmp_path):
+    "Of as many steps, with other weights. What an older export does not say is not asked."
+    top = exports[0]
+    other = shutil.copytree(top / "checkpoint_ar-lora", tmp_path / "checkpoint_other")
+    file = other / "adapter_model.safetensors"
+    save_file({name: 2 * x for name, x in load_file(file).items()}, file)
+    folder = shutil.copytree(top / "GLM-Image-ar-lora", tmp_path / "GLM-Image-mine")
+    trained = Trained.find(str(other), str(TINY))
+    assert "made from another checkpoint, of 2 steps" in refusal(
+        served.check_export, trained, folder
+    )
+    record = json.loads((folder / "export.json").read_text())
+    own = Trained.find(str(top / "checkpoint_ar-lora"), str(TINY))
+    assert record.pop("trained") == own.digests() != trained.digests()
+    served.check_origin(own, folder)
+    (folder / "export.json").write_text(json.dumps(record))
+    served.check_origin(trained, folder)
 
 
 def test_a_loss_is_refused(tmp_path, exports):
@@ -323,7 +369,15 @@ def test_bad_input(run, exports, tmp_path, monkeypatch, capsys):
         assert not to.exists() and not [*tmp_path.glob(".GLM*")]
         return told(capsys)
 
-    assert "no complete checkpoint" in refused(tmp_path, "--to", to)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "notes.txt").touch()
+    for place in (elsewhere, elsewhere / "notes.txt"):
+        message = refused(place, "--to", to)
+        assert f"{place}: no complete checkpoint. In {tmp_path}: none." in message
+    for name in ("nope", ""):
+        assert f"In {run.parent}: run. " in refused(run.parent / name, "--to", to)
+    assert "an export already" in refused(top / "GLM-Image-ar-lora", "--to", to)
     assert "Give a run or a checkpoint" in refused(run)
     signs = ROOT / "data/tiny-glm-image-signs"
     assert "not the model that" in refused(run, "--to", to, "--base", signs)
@@ -338,7 +392,12 @@ def test_bad_input(run, exports, tmp_path, monkeypatch, capsys):
     [file] = whole.glob("*.safetensors")
     file.write_bytes(file.read_bytes()[:-9])
     assert "cannot be read" in refused(whole, "--to", to, "--base", TINY)
-    assert "something is there already" in told_of(export_main, capsys, run, "--to", TINY)
+    for place, way in (
+        (TINY, "folder."),
+        (top / "GLM-Image-apart", "folder, or --check to check it."),
+    ):
+        message = told_of(export_main, capsys, run, "--to", place)
+        assert f"something is there already. Give another {way}" in message
     full = shutil._ntuple_diskusage(1, 1, 0)
     with monkeypatch.context() as patched:
         patched.setattr(shutil, "disk_usage", lambda path: full)

@@ -63,7 +63,8 @@ def check_target(trained: Trained, to: Path, merges: bool, dtype: torch.dtype | 
     "UserError: there is something, adapters cannot be apart, or the disk has not enough room."
     check_path(to)
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
-        raise UserError(f"--to {to}: something is there already. Give another folder.")
+        check = ", or --check to check it" if (to / "export.json").is_file() else ""
+        raise UserError(f"--to {to}: something is there already. Give another folder{check}.")
     if not (trained.lora or merges):
         raise UserError(
             "--merge false keeps adapters apart, and this run trained all weights. Leave it out."
@@ -172,13 +173,13 @@ def training_command(config: Config) -> str:
 
 
 def measured_rewards(trained: Trained) -> tuple[list[tuple[str, str, str]], bool]:
-    "Name, before, after, of the exported step; whether the run measured nothing later."
+    "The head, then name, before, after, of the exported step; whether nothing later was measured."
     file = trained.run and trained.run / "eval_history.jsonl"
     lines = {one.step: one for one in read_history(file)} if file and file.is_file() else {}
     first, last = lines.get(0), lines.get(trained.note["step"])
     if not first or not last or first is last:
         return [], False
-    rows = []
+    rows = [(f"on {last.kind()}", "before", "after")]
     for change in compare_evaluations(first, last):
         if change.kind == "statistics":
             continue
@@ -192,7 +193,7 @@ def measured_rewards(trained: Trained) -> tuple[list[tuple[str, str, str]], bool
 
 
 def example_prompt(trained: Trained) -> str:
-    "The first held-out prompt of the run."
+    "The first prompt of the run's evaluations."
     with contextlib.suppress(UserError):
         return heldout_data(trained.config).prompts[0].replace('"', '\\"')
     return "a cat in the middle on a red ground"
@@ -223,7 +224,7 @@ def write_export_card(
         lost = f", of which rounding took {rounding.share:.0%} away" if merged else ""
         rows[f"change of `{PARTS[half]}`"] = f"{rounding.size:.1e} of its weights{lost}"
     record = {"step": note["step"], "merged": merged, "lora": bool(trained.lora), "dtype": kinds}
-    write_json(out / "export.json", record)
+    write_json(out / "export.json", record | {"trained": trained.digests()})
     write_card(
         out,
         trained.name,

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['Measured', 'token_logits', 'plain_images', 'measure', 'trained_probabilities', 'served_probabilities', 'Distance',
            'chosen', 'distance', 'heldout_data', 'heldout_prompts', 'open_plainly', 'served_settings', 'check_sampling',
-           'check_export', 'check_distance']
+           'check_origin', 'check_export', 'check_distance']
 
 # %% ../../nbs/6_run/09_served.ipynb #sv003
 from collections.abc import Callable, Iterable
@@ -271,6 +271,17 @@ def check_sampling(folder: Path, sampling: dict) -> None:
         )
 
 
+def check_origin(trained: Trained, folder: Path) -> None:
+    "UserError: no export, or one of another checkpoint. (An older one does not say of which.)"
+    record, digests = read_settings(folder / "export.json", "merged"), trained.digests()
+    if record.get("trained", digests) != digests:
+        raise UserError(
+            f"{folder}: made from another checkpoint, of {record['step']} steps. {trained.root} "
+            f"has {trained.note['step']} steps and other weights. Name the one that it was made "
+            "from, or export this one to another folder."
+        )
+
+
 def check_export(
     trained: Trained,
     folder: str | Path,  # an export of it
@@ -279,7 +290,7 @@ def check_export(
 ) -> Distance:
     "Compare what plain diffusers makes of an export with the checkpoint. UserError: they differ."
     folder, config, sampling = Path(folder), trained.config.model, trained.sampling()
-    read_settings(folder / "export.json", "merged")
+    check_origin(trained, folder)
     check_model_folder(folder)
     check_sampling(folder, sampling)
     component = trained.note["made_by"]["component"]
@@ -295,12 +306,17 @@ def check_export(
     apart = distance(was, now, rollout, K, sampling, settings)
     base = measure(load_pipeline(trained.base, dtype, device), rollout)
     effect = distance(was, base, rollout, K, sampling, settings)
+    moved = {"ar": effect.logprobs, "dit": effect.images}
+    compared = {
+        half: f"from the checkpoint's, which the training moved by {moved[half]:.1e}"
+        if half in trained.weights
+        else f"from the checkpoint's ({PARTS[half]} did not train)"
+        for half in moved
+    }
     lines = (
         f"{len(rollout)} prompts, {str(dtype)[6:]} on {device}, {versions()}",
-        f"log-probs of given tokens: {apart.logprobs:.1e} nats from the checkpoint's, which the "
-        f"training moved by {effect.logprobs:.1e}",
-        f"images of given tokens: {apart.images:.1e} from the checkpoint's, which the training "
-        f"moved by {effect.images:.1e}",
+        f"log-probs of given tokens: {apart.logprobs:.1e} nats {compared['ar']}",
+        f"images of given tokens: {apart.images:.1e} {compared['dit']}",
         f"sampling: total variation per token {apart.variation:.1e}; outside the codebook "
         f"{apart.outside:.1e} (at most {apart.outside_most:.2g}), by other settings "
         f"{apart.settings:.1e}",

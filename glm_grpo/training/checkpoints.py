@@ -373,14 +373,19 @@ def find_checkpoint(
             path = path.parent
         folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
         found = newest_first(folder)
-        if not found and folder == path and path.is_dir():  # a checkpoint, or one that is broken
-            found = [path]
+        if not found and path.is_dir() and (whole_checkpoint(path) / "trainer.json").is_file():
+            found = [path]  # a checkpoint, maybe a broken one, or a folder in it
     if found:
         return found[0]
-    place = output_dir or "outputs" if resume == "latest" else path.parent
-    there = ", ".join(checkpoint.name for checkpoint in newest_first(place)[:6])
+    for place in [Path(output_dir or "outputs")] if resume == "latest" else [path, path.parent]:
+        names = [checkpoint.name for checkpoint in newest_first(place)]
+        of_runs = newest_first(place, "*/checkpoints/checkpoint_*")
+        names += dict.fromkeys(checkpoint.parents[1].name for checkpoint in of_runs)
+        if names:
+            break
+    listed = ", ".join(names[:6]) or "none"
     raise UserError(
-        f"{resume}: no complete checkpoint. In {place}: {there or 'none'}. Name a folder "
+        f"{resume}: no complete checkpoint. In {place}: {listed}. Name a folder "
         "like outputs/run_001/checkpoints/checkpoint_step_10, or a run's folder; with "
         "--resume also latest."
     )

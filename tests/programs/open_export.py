@@ -87,7 +87,7 @@ answers["dtypes"] = [str(part.dtype) for part in parts]
 text = (top / given["card"] / "README.md").read_text()
 [code] = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
 namespace = {}
-exec(code.replace("cuda", "cpu"), namespace)
+exec(code, namespace)
 answers["size"] = namespace["image"].size
 torch.save(answers, top / "answers.pt")
 assert not [name for name in sys.modules if name.startswith("glm_grpo")]
