@@ -100,7 +100,8 @@ def make_trainer(work, ranks):
     for i, prompt in enumerate(work.prompts):
         samples.append({"prompt": prompt, "target": None, "index": i, "metadata": {}})
         if work.sources:
-            samples[-1]["source"] = [Image.new("RGB", (64, 64), (40 * i, 90, 60))]
+            colour = (40 * work.prompts.index(prompt), 90, 60)  # a repeated prompt edits the same
+            samples[-1]["source"] = [Image.new("RGB", (64, 64), colour)]
     loader = make_dataloader(samples, len(samples), rank=ranks.rank, world=ranks.world)
     noise = {"sde_type": "cps"} if work.component == "dit" else {}
     if work.matching:
