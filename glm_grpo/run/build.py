@@ -93,7 +93,9 @@ def open_data(
         heldout = open_dataset(data.eval_prompts_file, *folders)
         heldout.trained_on = {*heldout.keys()} <= {*training.keys()}
     training.trained_on = True
-    heldout = copy.copy(heldout)  # it may be the training prompts themselves
+    # until here in the size of training, in which an edit that is in both has one key; a copy, as
+    # these may be the training prompts themselves
+    heldout = copy.copy(heldout)
     heldout.image_size = data.eval_size
     return training, heldout
 

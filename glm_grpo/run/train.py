@@ -84,6 +84,7 @@ class Run:
                 self.say("note", line)
         self.reward = make_reward(config.reward, config.model.component)
         self.own = load_own_code(config.training, config.reward.grpo)
+        # each dataset with the size of its images
         self.sized = (self.dataset, config.data.size), (self.heldout, config.data.eval_size)
         for prompts, size in self.sized:
             check_reward(self.reward, prompts, *size)
