@@ -6,6 +6,7 @@ import pytest
 import yaml
 from helpers import PROMPTS, counting_reward, evaluate_main, main, read_json, rewards_of, small
 from helpers import without_images
+from PIL import Image
 
 from glm_grpo.data.prompts import T2IDataset, split_off
 from glm_grpo.run.build import describe_data, open_data
@@ -82,6 +83,8 @@ def test_evaluations_have_a_size_of_their_own(folder, capsys):
     words += [folder / "run", "--training.eval_samples", 1]
     assert main(*words) == 0
     assert {file.name for file in folder.glob("[0-9]*")} == {"64", "96"}
+    for name in ("0_0", "0_source"):  # the reward was also tried on images of no model
+        assert Image.open(folder / f"run/before/{name}.png").size == (96, 96)
     result = read_json(folder / "run/eval.json")
     assert evaluate_main("--trust_run_code", "--checkpoint", folder / "run") == 0
     again = read_json(folder / "run/eval_checkpoint_final/eval.json")
