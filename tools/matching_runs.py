@@ -68,13 +68,18 @@ METHODS = {  # name -> steps, options; an evaluation after half of the steps and
 }
 
 
-def run(folder: Path, name: str, rate: str, seed: int) -> None:
-    "One training; its CPU seconds go to seconds.json."
+def words_of(folder: Path, name: str, rate: str, seed: str) -> str:
+    "The arguments of Python for a run."
     steps, options = (KINDS | METHODS)[name]
     if name in METHODS:
         options += f" --training.eval_interval {steps // 2}"
     words = f"-m glm_grpo.train {COMMON} {options} --num_steps {steps} --seed {seed}"
-    words += f" --training.learning_rate {rate} --output_dir {folder}"
+    return f"{words} --training.learning_rate {rate} --output_dir {folder}"
+
+
+def run(folder: Path, name: str, rate: str, seed: str) -> None:
+    "One training; its CPU seconds go to seconds.json."
+    words = words_of(folder, name, rate, seed)
     print("python", words, flush=True)
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     threads = os.environ | {"OMP_NUM_THREADS": "1"}
@@ -116,7 +121,7 @@ def main() -> None:
     for name, rate, seed in [options.only] if options.only else asked:
         folder = options.folder / f"{name}_{rate}_{seed}"
         if not (folder / "seconds.json").exists():
-            run(folder, name, rate, int(seed))
+            run(folder, name, rate, seed)
     lines, norms = {}, {}
     if (data / "grad_norms.json").exists():
         norms = json.loads((data / "grad_norms.json").read_text())
@@ -129,6 +134,9 @@ def main() -> None:
         steps = (path.parent / "metrics.jsonl").read_text().splitlines()
         norms[path.parent.name] = [round(json.loads(step)["grad_norm"], 4) for step in steps]
     data.mkdir(exist_ok=True)
+    if options.methods:
+        words = [words_of(Path("/tmp/runs", run), *run.split("_")) for run in sorted(norms)]
+        (data / "commands.txt").write_text("".join(f"python {line}\n" for line in words))
     (data / "grad_norms.json").write_text(json.dumps(norms))
     text = "".join(json.dumps(lines[key]) + "\n" for key in sorted(lines))
     (data / "evaluations.jsonl").write_text(text)
