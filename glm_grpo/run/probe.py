@@ -125,7 +125,7 @@ def advice(
             "too easy or too hard."
         )
     previews, grids = (max(0.0, parts[level][0]) for level in LEVELS[1:3])
-    if previews:  # an edit has none
+    if previews and images - error <= 0.5:  # an edit has none, and dit trains no tokens
         share = previews / (previews + grids)
         text += f" The variances suggest reward.grpo.preview_share {share:.2f}."
     return text
