@@ -348,6 +348,6 @@ class RolloutOptions:
     token_batch_size: int | None = option(
         None,
         "token samples at a time; null: as many of a step as fit into a quarter of the memory that "
-        "the weights leave",
+        "the weights leave; a run on CUDA takes at most 128, prints the number and keeps it",
         at_least(1),
     )
