@@ -169,7 +169,7 @@ class Training:
     def measure_noise(self, quiet: Evaluation) -> None:
         "Print what the noise of training costs, on a few of the held-out prompts."
         run, rollout = self.run, self.config.rollout
-        noisy = self.model.dit_decides and find_objective(rollout.dit_objective).adds_noise
+        noisy = self.model.dit_decides and find_objective(rollout.dit_objective).is_gaussian
         if not noisy or not rollout.noise_level or len(quiet.seeds) < 2:
             return
 
