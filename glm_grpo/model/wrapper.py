@@ -20,6 +20,7 @@ from ..data.prompts import source_lists
 from ..data.rollout import Policy, Rollout, RolloutOptions
 from ..maths.noise import SampleNames, request_names
 from .adapters import LoraOptions, add_lora, choose_lora, load_halves, save_halves
+from .decode_step import lay_together, linears_of
 from .denoise import sample_latents
 from .latents import decode_latents
 from .loading import load_pipeline, pick_device, pick_dtype
@@ -101,6 +102,11 @@ class GLMImageWrapper:
             self.digests[half] = weights_digest(module.state_dict().items())
         self.lora = choose_lora(lora, self.halves)
         self.adapters = _choose_weights(self)
+        if self.device.type == "cuda" and not offload:  # which moves weights one by one
+            for layer in self.ar.model.language_model.layers:
+                for linears in linears_of(layer):
+                    lay_together(linears)
+            torch.cuda.empty_cache()  # the places where they lay
         self.num_parameters = sum(p.numel() for m in self.halves.values() for p in m.parameters())
         self.gradient_checkpointing = gradient_checkpointing
         if gradient_checkpointing:
