@@ -132,7 +132,7 @@ class CompiledBlocks:
             return predict_velocity(*inputs)
         except torch._dynamo.exc.TorchDynamoException as error:
             self.calls = []  # from now on
-            reason = str(error).strip().partition("\n")[0]
+            reason = " ".join(str(error).split("\n")[:2])  # who raised, and what
             warnings.warn(
                 f"rollout.compile: the denoiser runs without a compiler, more slowly: {reason}",
                 stacklevel=2,
@@ -141,7 +141,6 @@ class CompiledBlocks:
             for block in self.blocks:
                 block._compiled_call_impl = None
         return predict_velocity(*inputs)
-
 
 # %% ../../nbs/3_model/07_denoise.ipynb #n022
 @dataclass(frozen=True)
