@@ -86,9 +86,11 @@ class ModelConfig:
         "the other in the host's memory; saves up to 20 GB with the published model and costs "
         "a few seconds per step",
     )
-    gradient_checkpointing: bool = option(
-        False,
-        "true: compute activations again in the backward pass; less memory, about a third slower",
+    gradient_checkpointing: bool | Literal["auto"] = option(
+        "auto",
+        "true: compute activations again in the backward pass; less memory, about a third slower; "
+        "auto: only where they do not fit a GPU. What was chosen is printed, and stays in a "
+        "resumed run",
     )
 
 # %% ../../nbs/6_run/01_config.ipynb #n009
@@ -118,6 +120,10 @@ class LengthOptions:
 class TrainingConfig(RecordOptions, OptimizerOptions, StepOptions, LengthOptions):
     "How many steps, how large a step, what is written, and how often it is evaluated."
 
+    # of a trainer it is a number: a run chooses it before
+    micro_batch_size: int | Literal["auto"] | None = declared_in(  # type: ignore[assignment]
+        StepOptions, "micro_batch_size"
+    )
     loss: str | None = option(
         None,
         "a loss of your own in place of reward.grpo.loss_type, my.py:f, called as "
@@ -458,6 +464,11 @@ def weight_problems(config: Config) -> Iterator[str]:
             "training.shard true spreads weights that train in full, without averages, and with "
             "AdamW in float32. Set model.lora false, training.ema_decay and "
             "training.slow_copy_decay null, and training.optimizer adamw, or training.shard false."
+        )
+    if training.shard and config.rollout.compile is True and "dit" in halves:
+        yield (
+            "rollout.compile true: a denoiser that training.shard spreads over ranks is not "
+            "compiled. Set rollout.compile to auto or false."
         )
 
 # %% ../../nbs/6_run/01_config.ipynb #kn016

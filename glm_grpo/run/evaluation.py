@@ -9,6 +9,7 @@ __all__ = ['NOTHING_TO_SCORE', 'SHOWN', 'measure_prompts', 'without_nan', 'summa
 
 # %% ../../nbs/6_run/07_evaluation.ipynb #n015
 import functools
+import itertools
 import json
 import math
 import time
@@ -20,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
@@ -57,29 +59,32 @@ def measure_prompts(
 ) -> tuple[dict[tuple[str, str], Tensor], dict[str, str]]:
     """Sample and score the prompts. (kind, name) -> [p, S], also of the images [p, S, 3, h, w]
     uint8, of at most SHOWN pixels; and metric -> UserError, where there was one."""
-    failed = {}
-    columns = []
+    failed, columns = {}, []
     shape = len(batch["prompts"]), len(seeds)
     pending = [PendingRewards.of_batch(one, batch, shape[1]) for one in rewards]
-    others = {}
-    for name, metric in metrics.items():
-        others[name] = PendingRewards.of_batch(metric, batch, shape[1], name)
-    for column, seed in enumerate(seeds):
+    each = metrics.items()
+    others = {name: PendingRewards.of_batch(one, batch, shape[1], name) for name, one in each}
+    # on a GPU all seeds together: each token reads all weights, however many rows there are
+    together = len(seeds) if str(getattr(model, "device", "")).startswith("cuda") else 1
+    left, sources = iter(seeds), batch.get("source_images")
+    prompts = batch.get("wording", batch["prompts"])
+    for places in torch.arange(math.prod(shape)).view(shape).T.split(together):  # [seeds, prompts]
+        rows = places.flatten().tolist()
+        names = [f"eval-{seed}" for seed in itertools.islice(left, len(places))]
 
-        def on_images(at, sampled, column=column):
+        def on_images(at, sampled, rows=rows):
             for one in pending:
-                one.add([row * shape[1] + column for row in at], sampled)
+                one.add([rows[i] for i in at], sampled)
 
         rollout = model.generate_with_tracking(
-            batch.get("wording", batch["prompts"]),
-            batch.get("source_images"),
-            seed=f"eval-{seed}",
+            prompts * len(names),
+            sources and sources * len(names),
+            seed=names[0] if together == 1 else [one for one in names for _ in prompts],
             on_images=on_images,
             score=False,
             **options,
         )
         sampled = rollout["image_tensors"]
-        rows = list(range(column, shape[0] * shape[1], shape[1]))
         for one in pending:
             one.rest(rows, sampled)
         for name, one in others.items():
@@ -87,7 +92,7 @@ def measure_prompts(
                 one.rest(rows, sampled)
             except UserError as e:  # a metric that failed with some seed is left out
                 failed[name] = str(e)
-        columns.append((sampled.clamp(0, 1) * 255).round().byte().cpu())
+        columns += (sampled.clamp(0, 1) * 255).round().byte().cpu().split(shape[0])
     sums = [one.rewards() for one in pending]
     values = {("reward", "reward"): torch.stack([one.rewards for one in sums]).sum(0)}
     for reward in sums:
@@ -102,10 +107,8 @@ def measure_prompts(
     if diversity is not None:
         tables["diversity", "diversity"] = diversity[:, None]
     scale = min(1, SHOWN / max(images.shape[-2:]))
-    images = torch.nn.functional.interpolate(
-        images, scale_factor=scale, mode="bilinear", antialias=True
-    )
-    tables["images", "images"] = images.unflatten(0, shape)
+    smaller = F.interpolate(images, scale_factor=scale, mode="bilinear", antialias=True)
+    tables["images", "images"] = smaller.unflatten(0, shape)
     return tables, failed
 
 # %% ../../nbs/6_run/07_evaluation.ipynb #n020

@@ -54,7 +54,7 @@ from glm_grpo.run.evaluation import (
     try_noise,
     write_eval,
 )
-from .plan import describe_time, many_passes, plan
+from .plan import describe_time, fit_run, many_passes, plan
 from .report import before_after_grid, run_facts, write_page
 from ..training.callbacks import CheckpointCallback
 from ..training.checkpoints import adapter_note, check_fits, newer_than, read_note
@@ -122,7 +122,9 @@ class Training:
 
     def __init__(self, run: Run):
         "Load the model and build the trainer."
-        config, ranks, training = run.config, run.ranks, run.config.training
+        ranks = run.ranks
+        config = run.config = fit_run(run.config, run.sized, ranks, run.say)
+        training = config.training
         several = f" on {ranks.world} ranks" if ranks.world > 1 else ""
         run.say("model", f"loading {config.model.name}{several}")
         self.run = run

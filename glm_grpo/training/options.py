@@ -114,7 +114,8 @@ class StepOptions:
     micro_batch_size: int | None = option(
         8,
         "images scored at a time; fewer need less memory and give the same gradient. If it "
-        "divides reward.grpo.group_size, groups of equal reward are skipped; null: all at once",
+        "divides reward.grpo.group_size, groups of equal reward are skipped; null: all at once; "
+        "auto, in a run: as many as fit a GPU, at most 8",
         at_least(1),
     )
     updates_per_rollout: int = option(
