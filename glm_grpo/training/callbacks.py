@@ -30,7 +30,7 @@ from tqdm import tqdm
 from ..data.basics import UserError, atomic_write
 from ..data.prompts import read_text
 from ..maths.loss import LOSSES, Clip, cispo_loss, compute_grpo_loss, policy_log_ratio
-from ..maths.loss import ppo_loss
+from ..maths.loss import ppo_loss, reinforce_loss, sapo_loss
 from ..rewards.perception import image_numbers
 from .checkpoints import copy_checkpoint, keep_newest, tidy_checkpoints
 from .experience import Experience
@@ -175,7 +175,7 @@ class ImageStatistics(Callback):
 def _clipped(note: Note, advantages: Tensor) -> Tensor:  # [n, T] each
     "Whether the loss clipped a decision; of a loss that is not known, whether it gave no gradient."
     options, row = note.options, LOSSES.get(note.options.get("loss_type", ""))
-    if row is None or row.of_decisions not in (ppo_loss, cispo_loss):
+    if row is None or row.of_decisions not in (ppo_loss, cispo_loss, sapo_loss, reinforce_loss):
         return (note.gradient == 0) & (advantages != 0)
     level = options["importance_sampling_level"]
     log_ratio = policy_log_ratio(note.new, note.old, torch.ones_like(note.new), level)
