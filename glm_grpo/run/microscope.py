@@ -36,7 +36,7 @@ def pack(values: np.ndarray, kind: str = "f") -> dict[str, Any]:  # kind: of `KI
         if np.array_equal(values, np.broadcast_to(first, values.shape), equal_nan=kind == "f"):
             values = first
     data = base64.b64encode(values.tobytes()).decode()
-    return {"kind": kind, "shape": values.shape, "data": data}
+    return {"kind": kind, "shape": [*values.shape], "data": data}
 
 # %% ../../nbs/6_run/04b_a_decision.ipynb #ad021
 def mean_of(values: Any) -> float | None:
