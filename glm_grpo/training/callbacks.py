@@ -29,6 +29,7 @@ from tqdm import tqdm
 
 from ..data.basics import UserError, atomic_write
 from ..data.prompts import read_text
+from ..data.rollout import Policy, Samples
 from ..maths.loss import LOSSES, Clip, cispo_loss, compute_grpo_loss, policy_log_ratio
 from ..maths.loss import ppo_loss, reinforce_loss, sapo_loss
 from ..rewards.perception import image_numbers
@@ -172,37 +173,73 @@ class ImageStatistics(Callback):
         metrics["image/diversity"] = diversity.mean().item()
 
 # %% ../../nbs/5_training/12_callbacks.ipynb #rt005
-def _clipped(note: Note, advantages: Tensor) -> Tensor:  # [n, T] each
+def _clipped(
+    note: Note,  # of a chunk
+    advantages: Tensor,  # [n, T] of its decisions
+) -> Tensor:  # [n, T] bool
     "Whether the loss clipped a decision; of a loss that is not known, whether it gave no gradient."
-    options, row = note.options, LOSSES.get(note.options.get("loss_type", ""))
+    options = note.options
+    row = LOSSES.get(options.get("loss_type", ""))
     if row is None or row.of_decisions not in (ppo_loss, cispo_loss, sapo_loss, reinforce_loss):
         return (note.gradient == 0) & (advantages != 0)
-    level = options["importance_sampling_level"]
-    log_ratio = policy_log_ratio(note.new, note.old, torch.ones_like(note.new), level)
-    clip = Clip(options["clip_range"], options["clip_range_high"], options["delta"])
-    clipped = row.of_decisions(log_ratio, note.new, advantages, clip)[1]
+    log_ratio = policy_log_ratio(
+        note.new,
+        note.old,
+        torch.ones_like(note.new),
+        options["importance_sampling_level"],
+    )
+    clip = Clip(
+        options["clip_range"],
+        options["clip_range_high"],
+        options["delta"],
+    )
+    _, clipped = row.of_decisions(log_ratio, note.new, advantages, clip)
     return clipped.expand_as(note.new)
 
 
 def _join_notes(
-    steps: list[list[Note]],  # of each optimizer step
+    steps: list[list[Note]],  # of each optimizer step on the rollout
     advantages: Tensor,  # [n, T] of all samples
-) -> dict[str, Tensor]:  # old [n, T]; new, gradient, clipped [optimizer steps, n, T]
-    "What the loss saw of each decision, in its place; NaN: left out."
+) -> dict[str, Tensor]:
+    """What the loss saw of each decision, in its place: old [n, T]; new, gradient, clipped
+    [optimizer steps, n, T]. NaN: left out."""
     shape = (len(steps), *advantages.shape)
-    tables = {name: torch.full(shape, math.nan) for name in ("new", "gradient", "clipped")}
-    tables["old"] = torch.full_like(advantages, math.nan)
+    tables = {
+        "old": torch.full_like(advantages, math.nan),
+        "new": torch.full(shape, math.nan),
+        "gradient": torch.full(shape, math.nan),
+        "clipped": torch.full(shape, math.nan),
+    }
     for number, notes in enumerate(steps):
         done: dict[int, int] = {}  # micro-batch -> its decisions so far
         for note in notes:
             first = done.get(note.batch, 0)
-            last = done[note.batch] = first + note.new.shape[1]
+            last = first + note.new.shape[1]
+            done[note.batch] = last
             own = advantages[note.places, first:last].to(note.new.device)
-            values = {"new": note.new, "gradient": note.gradient, "clipped": _clipped(note, own)}
-            tables["old"][note.places, first:last] = note.old.float().cpu()
+            values = {
+                "new": note.new,
+                "gradient": note.gradient,
+                "clipped": _clipped(note, own),
+            }
             for name, value in values.items():
                 tables[name][number, note.places, first:last] = value.float().cpu()
+            tables["old"][note.places, first:last] = note.old.float().cpu()
     return tables
+
+
+def _score_again(
+    policy: Policy,
+    samples: Samples,
+    size: int | None,  # of micro-batches
+) -> Tensor:  # [n, T] float32
+    """The log-probs of all decisions under the weights of now. All ranks have as many samples, so
+    their passes are as many."""
+    parts: dict[int, list[Tensor]] = {}  # micro-batch -> its chunks
+    for batch, chunk in split_chunks(policy, samples, size):
+        parts.setdefault(batch, []).append(policy.score(chunk))
+    rows = [torch.cat(chunks, 1) for chunks in parts.values()]
+    return torch.cat(rows).float().cpu()
 
 
 @torch.no_grad()
@@ -211,40 +248,43 @@ def decision_record(
     experience: Experience,  # of the step
 ) -> tuple[dict[str, Tensor], dict[str, dict]]:
     """What the step did to this rank's decisions: policy/name -> tensor, and facts of each policy.
-    old, after [n, T]: log-probs under the weights that sampled (of tokens that no optimizer step
-    scored: as the sampling loop recorded them), and under the new ones; new, gradient, clipped
-    [optimizer steps, n, T]; advantages [n, T]; counted [n]; token_ids [n, T]."""
+
+    - old [n, T]: log-probs under the weights that sampled; of tokens that no optimizer step
+      scored, as the sampling loop recorded them
+    - new, gradient, clipped [optimizer steps, n, T]: what the loss saw, see `_join_notes`
+    - after [n, T]: log-probs under the weights after the step
+    - advantages, token_ids [n, T]"""
     tensors: dict[str, Tensor] = {}
     facts: dict[str, dict[str, Any]] = {}
+    learner, size = trainer.learner, trainer.options.step.micro_batch_size
     for name, samples in experience.samples.items():
-        parts: dict[int, list[Tensor]] = {}
-        size = trainer.options.step.micro_batch_size
-        for i, chunk in split_chunks(trainer.policies[name], samples, size):
-            score = trainer.policies[name].score(chunk).float().cpu()
-            parts.setdefault(i, []).append(score.reshape(len(chunk), -1))
-        after = torch.cat([torch.cat(of_batch, 1) for of_batch in parts.values()])
-        advantages = samples.advantages.float().cpu().reshape(len(after), -1).expand_as(after)
-        steps = [step[name] for step in trainer.learner.notes or ()]
-        own = {"after": after, "advantages": advantages, "counted": samples.counted}
-        own |= _join_notes(steps, advantages)
-        rollout, options = samples.rollout, [note.options for notes in steps for note in notes[:1]]
-        if rollout.token_ids is not None and rollout.token_ids.shape == after.shape:
-            own["token_ids"] = rollout.token_ids.int()
+        after = _score_again(trainer.policies[name], samples, size)
+        advantages = samples.advantages.float().cpu().view(len(after), -1).expand_as(after)
+        steps = [step[name] for step in learner.notes or ()]
+        own = _join_notes(steps, advantages)
+        # in a mini-batch of another optimizer step it is NaN, and not clipped
+        own["clipped"] = own["clipped"] == 1
+        own["after"], own["advantages"] = after, advantages
+        # all advantages near a decision may be 0: then no optimizer step scored it
         if samples.sampling_logprobs is not None:
-            own["old"] = torch.where(
-                own["old"].isnan(), samples.sampling_logprobs.cpu(), own["old"]
-            )
-        tensors |= {f"{name}/{key}": value.cpu().contiguous() for key, value in own.items()}
-        known = trainer.learner.losses[name] is compute_grpo_loss
-        facts[name] = {"kind": samples.kind, "group_size": samples.group_size}
-        facts[name] |= {"known_loss": known, "loss": options}
-        for part, keys in (
-            (rollout.tokens, ("grids", "temperature", "top_p")),
-            (rollout.denoising, ("decisions", "num_inference_steps", "sigmas")),
-        ):
-            for key in keys:
-                value = getattr(part, key, None)
-                facts[name][key] = value.tolist() if isinstance(value, Tensor) else value
+            sampled = samples.sampling_logprobs.cpu()
+            own["old"] = torch.where(own["old"].isnan(), sampled, own["old"])
+        rollout, denoising = samples.rollout, samples.rollout.denoising
+        if rollout.token_ids is not None and rollout.token_ids.shape == after.shape:
+            own["token_ids"] = rollout.token_ids.int().cpu()
+        for key, value in own.items():
+            tensors[f"{name}/{key}"] = value.contiguous()
+        # what the page needs to write the formula and to name the decisions
+        facts[name] = {
+            "kind": samples.kind,  # of what stands for log-probs
+            "group_size": samples.group_size,
+            "known_loss": learner.losses[name] is compute_grpo_loss,
+            "loss": [note.options for notes in steps for note in notes[:1]],
+            "grids": getattr(rollout.tokens, "grids", None),
+            "steps": getattr(denoising, "decisions", ()),  # numbers in the schedule
+        }
+        if getattr(denoising, "sigmas", None) is not None:
+            facts[name]["sigmas"] = denoising.sigmas.tolist()
     return tensors, facts
 
 # %% ../../nbs/5_training/12_callbacks.ipynb #rt002
