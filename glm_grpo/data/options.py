@@ -54,13 +54,15 @@ def above(
 # %% ../../nbs/2_data/01_options.ipynb #xn010
 def problem_with(option_field: Field, value: Any) -> str | None:
     "What is wrong with the value of an option, or None."
+    numbers = {bool, int, float} & {*typing.get_args(option_field.type)}  # or a word
     if value is None:
         may_be_none = type(None) in typing.get_args(option_field.type)
         return None if may_be_none else "is no value. Give one, or omit the option"
     for part in (option_field.type, *typing.get_args(option_field.type)):
         allowed = typing.get_args(part)
-        if typing.get_origin(part) is Literal and value not in allowed:
-            return f"take one of {', '.join(allowed)}"
+        if typing.get_origin(part) is not Literal or (numbers and not isinstance(value, str)):
+            continue
+        return None if value in allowed else f"take one of {', '.join(allowed)}"
     if isinstance(value, float) and not math.isfinite(value):
         return "must be a finite number"
     if isinstance(value, str) and not value.strip():

@@ -24,7 +24,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import Field, dataclass
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar, get_args
 
 from jsonargparse import ArgumentError, ArgumentParser
 
@@ -228,7 +228,8 @@ def split_words(
             name, equals, value = word[2:].partition("=")
             name = name if "." in name else name.replace("-", "_")
             name = name if name in options else SHORT.get(name, name)
-            flag = name in options and options[name].type is bool
+            kind = options[name].type if name in options else None
+            flag = kind is bool or bool in get_args(kind)
             words[name] = "true" if flag and not equals else value
             name = "" if equals else name
         elif name or nameless not in {"", *words}:

@@ -9,6 +9,7 @@ __all__ = ['NOTHING_TO_SCORE', 'SHOWN', 'measure_prompts', 'without_nan', 'summa
 
 # %% ../../nbs/6_run/07_evaluation.ipynb #n015
 import functools
+import itertools
 import json
 import math
 import time
@@ -64,22 +65,27 @@ def measure_prompts(
     others = {}
     for name, metric in metrics.items():
         others[name] = PendingRewards.of_batch(metric, batch, shape[1], name)
-    for column, seed in enumerate(seeds):
+    # on a GPU all seeds together: each token reads all weights, however many rows there are
+    together = len(seeds) if str(getattr(model, "device", "")).startswith("cuda") else 1
+    left, sources = iter(seeds), batch.get("source_images")
+    prompts = batch.get("wording", batch["prompts"])
+    for places in torch.arange(math.prod(shape)).view(shape).T.split(together):  # [seeds, prompts]
+        rows = places.flatten().tolist()
+        names = [f"eval-{seed}" for seed in itertools.islice(left, len(places))]
 
-        def on_images(at, sampled, column=column):
+        def on_images(at, sampled, rows=rows):
             for one in pending:
-                one.add([row * shape[1] + column for row in at], sampled)
+                one.add([rows[i] for i in at], sampled)
 
         rollout = model.generate_with_tracking(
-            batch.get("wording", batch["prompts"]),
-            batch.get("source_images"),
-            seed=f"eval-{seed}",
+            prompts * len(names),
+            sources and sources * len(names),
+            seed=names[0] if together == 1 else [one for one in names for _ in prompts],
             on_images=on_images,
             score=False,
             **options,
         )
         sampled = rollout["image_tensors"]
-        rows = list(range(column, shape[0] * shape[1], shape[1]))
         for one in pending:
             one.rest(rows, sampled)
         for name, one in others.items():
@@ -87,7 +93,7 @@ def measure_prompts(
                 one.rest(rows, sampled)
             except UserError as e:  # a metric that failed with some seed is left out
                 failed[name] = str(e)
-        columns.append((sampled.clamp(0, 1) * 255).round().byte().cpu())
+        columns += (sampled.clamp(0, 1) * 255).round().byte().cpu().split(shape[0])
     sums = [one.rewards() for one in pending]
     values = {("reward", "reward"): torch.stack([one.rewards for one in sums]).sum(0)}
     for reward in sums:

@@ -54,8 +54,8 @@ from glm_grpo.run.evaluation import (
     try_noise,
     write_eval,
 )
-from .plan import describe_time, many_passes, plan
 from .microscope import write_microscope
+from .plan import describe_time, fit_run, many_passes, plan
 from .report import before_after_grid, run_facts, write_page
 from ..training.callbacks import CheckpointCallback
 from ..training.checkpoints import adapter_note, check_fits, newer_than, read_note
@@ -123,7 +123,9 @@ class Training:
 
     def __init__(self, run: Run):
         "Load the model and build the trainer."
-        config, ranks, training = run.config, run.ranks, run.config.training
+        ranks = run.ranks
+        config = run.config = fit_run(run.config, run.sized, ranks, run.say)
+        training = config.training
         several = f" on {ranks.world} ranks" if ranks.world > 1 else ""
         run.say("model", f"loading {config.model.name}{several}")
         self.run = run
@@ -168,7 +170,7 @@ class Training:
     def measure_noise(self, quiet: Evaluation) -> None:
         "Print what the noise of training costs, on a few of the held-out prompts."
         run, rollout = self.run, self.config.rollout
-        noisy = self.model.dit_decides and find_objective(rollout.dit_objective).adds_noise
+        noisy = self.model.dit_decides and find_objective(rollout.dit_objective).is_gaussian
         if not noisy or not rollout.noise_level or len(quiet.seeds) < 2:
             return
 
