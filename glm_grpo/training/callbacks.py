@@ -31,8 +31,7 @@ from tqdm import tqdm
 from ..data.basics import UserError, atomic_write
 from ..data.prompts import read_text
 from ..data.rollout import Policy, Samples
-from ..maths.loss import LOSSES, Clip, cispo_loss, compute_grpo_loss, policy_log_ratio
-from ..maths.loss import ppo_loss, reinforce_loss, sapo_loss
+from ..maths.loss import compute_grpo_loss
 from ..rewards.perception import image_numbers
 from .checkpoints import copy_checkpoint, keep_newest, tidy_checkpoints
 from .experience import Experience
@@ -186,58 +185,25 @@ class ImageStatistics(Callback):
         self.thread.shutdown()
 
 # %% ../../nbs/5_training/12_callbacks.ipynb #rt005
-def _clipped(
-    note: Note,  # of a chunk
-    advantages: Tensor,  # [n, T] of its decisions
-) -> Tensor:  # [n, T] bool
-    "Whether the loss clipped a decision; of a loss that is not known, whether it gave no gradient."
-    options = note.options
-    row = LOSSES.get(options.get("loss_type", ""))
-    if row is None or row.of_decisions not in (ppo_loss, cispo_loss, sapo_loss, reinforce_loss):
-        return (note.gradient == 0) & (advantages != 0)
-    log_ratio = policy_log_ratio(
-        note.new,
-        note.old,
-        torch.ones_like(note.new),
-        options["importance_sampling_level"],
-    )
-    clip = Clip(
-        options["clip_range"],
-        options["clip_range_high"],
-        options["delta"],
-    )
-    _, clipped = row.of_decisions(log_ratio, note.new, advantages, clip)
-    return clipped.expand_as(note.new)
-
-
 def _join_notes(
     steps: list[list[Note]],  # of each optimizer step on the rollout
-    advantages: Tensor,  # [n, T] of all samples
+    shape: torch.Size,  # (n, T) of all samples
 ) -> dict[str, Tensor]:
     """What the loss saw of each decision, in its place: old [n, T]; new, gradient, clipped
     [optimizer steps, n, T]. NaN: left out."""
-    shape = (len(steps), *advantages.shape)
-    tables = {
-        "old": torch.full_like(advantages, math.nan),
-        "new": torch.full(shape, math.nan),
-        "gradient": torch.full(shape, math.nan),
-        "clipped": torch.full(shape, math.nan),
-    }
+    tables = {"old": torch.full(shape, math.nan)}
+    for name in ("new", "gradient", "clipped"):
+        tables[name] = torch.full((len(steps), *shape), math.nan)
     for number, notes in enumerate(steps):
         done: dict[int, int] = {}  # micro-batch -> its decisions so far
         for note in notes:
             first = done.get(note.batch, 0)
             last = first + note.new.shape[1]
             done[note.batch] = last
-            own = advantages[note.places, first:last].to(note.new.device)
-            values = {
-                "new": note.new,
-                "gradient": note.gradient,
-                "clipped": _clipped(note, own),
-            }
-            for name, value in values.items():
-                tables[name][number, note.places, first:last] = value.float().cpu()
             tables["old"][note.places, first:last] = note.old.float().cpu()
+            for name in ("new", "gradient", "clipped"):
+                value = getattr(note, name).float().cpu()
+                tables[name][number, note.places, first:last] = value
     return tables
 
 
@@ -274,7 +240,7 @@ def decision_record(
         after = _score_again(trainer.policies[name], samples, size)
         advantages = samples.advantages.float().cpu().view(len(after), -1).expand_as(after)
         steps = [step[name] for step in learner.notes or ()]
-        own = _join_notes(steps, advantages)
+        own = _join_notes(steps, after.shape)
         # in a mini-batch of another optimizer step it is NaN, and not clipped
         own["clipped"] = own["clipped"] == 1
         own["after"], own["advantages"] = after, advantages

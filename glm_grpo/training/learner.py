@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..data.basics import UserError
 from ..data.rollout import Model, Policy, Samples
-from ..maths.loss import compute_grpo_loss
+from ..maths.loss import LOSSES, Clip, compute_grpo_loss, policy_log_ratio
 from ..maths.noise import named_seed
 from .agreement import Agreement, agreement_of, require_agreement
 from .experience import Experience
@@ -154,6 +154,7 @@ class Note:
     old: Tensor  # log-probs, or what stands for them
     new: Tensor
     gradient: Tensor  # d loss / d new
+    clipped: Tensor  # bool, by the loss
     options: dict[str, Any]  # of the loss: its arguments that are no tensors
 
     @classmethod
@@ -163,16 +164,33 @@ class Note:
         chunk: Samples,  # with old log-probs
         new: Tensor,  # [n, T] after `backward`, with `retain_grad`
         arguments: dict[str, Any],  # of the loss
+        known: bool = True,  # False: a loss of the user's own
     ) -> "Note":
-        "The note of a chunk. A loss that does not use the log-probs leaves no gradient."
+        """The note of a chunk. A loss that does not use the log-probs leaves no gradient. What an
+        own loss clips is what has an advantage and no gradient."""
+        old, counted = cast(Tensor, chunk.old_logprobs), torch.ones_like(new)
         gradient = torch.zeros_like(new) if new.grad is None else new.grad
+        advantages = chunk.advantages.reshape(len(new), -1)
+        clipped = (gradient == 0) & (advantages != 0)
+        if known:
+            level, of_type = arguments["importance_sampling_level"], arguments["loss_type"]
+            log_ratio = policy_log_ratio(new.detach(), old, counted, level)
+            clip = Clip(
+                arguments["clip_range"],
+                arguments["clip_range_high"],
+                arguments["delta"],
+                arguments.get("divergence", 0.0),
+                arguments.get("kl_old"),
+            )
+            _, clipped = LOSSES[of_type].of_decisions(log_ratio, new.detach(), advantages, clip)
         options = {k: v for k, v in arguments.items() if not isinstance(v, Tensor)}
         return cls(
             batch,
             cast(Tensor, chunk.places),
-            cast(Tensor, chunk.old_logprobs),
+            old,
             new.detach(),
             gradient,
+            clipped.expand_as(new),
             options,
         )
 
@@ -310,7 +328,8 @@ class Learner:
                 new.retain_grad()
             loss.backward()
             if self.notes is not None:
-                self.notes[-1][name].append(Note.of(i, chunk, new, arguments))
+                known = self.losses[name] is compute_grpo_loss
+                self.notes[-1][name].append(Note.of(i, chunk, new, arguments, known))
             numbers = metrics | terms.metrics | {"loss": loss.detach()}
             numbers = {k: torch.as_tensor(v, device=new.device) for k, v in numbers.items()}
             tally.add(i, chunk, new, numbers)
