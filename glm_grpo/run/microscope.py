@@ -222,7 +222,7 @@ def read_decisions(
     lines = read_records(log, {"step": int}) if log.is_file() else []
     of_step = {line["step"]: line for line in lines}
     shown = []
-    # a page of twelve steps stays below two megabytes, however long the run was
+    # however long the run was, the page has a few megabytes at most
     for i in np.linspace(0, len(saved) - 1, min(steps, len(saved))).round().astype(int):
         step = SavedStep(saved[i])
         line = of_step.get(step.number, {})

@@ -239,7 +239,7 @@ def decision_record(
     for name, samples in experience.samples.items():
         after = _score_again(trainer.policies[name], samples, size)
         advantages = samples.advantages.float().cpu().view(len(after), -1).expand_as(after)
-        steps = [step[name] for step in learner.notes or ()]
+        steps = [step[name] for step in learner.notes]
         own = _join_notes(steps, after.shape)
         # in a mini-batch of another optimizer step it is NaN, and not clipped
         own["clipped"] = own["clipped"] == 1
@@ -300,9 +300,10 @@ class RolloutTable(Callback):
             if sources := experience.rollout.source_images:
                 rows[i]["source"] = f"{step}/{rank}_{i:03d}_source.png"
                 sources[i][0].save(self.folder / rows[i]["source"])
-        tensors, facts = decision_record(trainer, experience)
-        with atomic_write(self.folder / step / f"{rank}.safetensors", "wb") as f:
-            f.write(save(tensors, {"facts": json.dumps(facts)}))
+        if trainer.learner.notes is not None:  # another callback may have set which are kept
+            tensors, facts = decision_record(trainer, experience)
+            with atomic_write(self.folder / step / f"{rank}.safetensors", "wb") as f:
+                f.write(save(tensors, {"facts": json.dumps(facts)}))
         of_all = [*itertools.chain(*trainer.ranks.gather(rows))]
         if not trainer.ranks.first:
             return
