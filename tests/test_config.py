@@ -162,6 +162,9 @@ SLIPS = {  # words -> a part of the message
     "--training.trackers [tensorboard,comet]": "training.trackers comet: ",
     "--training.shard true": "training.shard",
     "--training.shard true --model.lora false --training.ema_decay 0.9": "training.ema_decay",
+    "--training.shard true --model.lora false --model.component dit --rollout.compile true": (
+        "Set rollout.compile to auto or false"
+    ),
 }
 
 
@@ -176,7 +179,7 @@ def test_slips_are_refused(line, part):
 
 FINE = [
     "--reward.grpo.beta 0.1 --model.torch_dtype bfloat16",
-    "--training.shard true --model.lora false",
+    "--training.shard true --model.lora false --rollout.compile true",
     "--reward.metrics.beauty 1 --reward.functions a.py:beauty",
     "--reward.metrics.clip 1 --reward.models.clip models/clip",
     "--reward.metrics.clip 1 --reward.remote.clip http://127.0.0.1:8000",

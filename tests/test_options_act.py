@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from helpers import read_json, small_model
+from helpers import coarse_compile, read_json, small_model
 from PIL import Image
 
 from glm_grpo.data.basics import UserError
@@ -137,6 +137,7 @@ REAL = {
     "shared_noise": Row(False, {"images", "dit"}),
     "batch_size": Row(3, {"image batches"}),
     "token_batch_size": Row(3, {"token batches"}),
+    "compile": Row(True, {"images"}),  # the last step is no decision
 }
 
 
@@ -322,5 +323,8 @@ def test_an_option_of_the_rollout_acts(name, monkeypatch):
     key = repr(row.needs)
     if key not in REAL_RUNS:
         REAL_RUNS[key] = real_run(monkeypatch, **row.needs)
-    after = real_run(monkeypatch, **row.needs | {name: row.value})
+    with monkeypatch.context() as context:
+        context.setattr(torch, "compile", coarse_compile)
+        context.setattr(tiny(), "compiled", None)
+        after = real_run(monkeypatch, **row.needs | {name: row.value})
     assert differences(REAL_RUNS[key], after, rounding=1e-3) == row.differs

@@ -370,3 +370,11 @@ class RolloutOptions:
         "the weights leave; a run on CUDA takes at most 128, prints the number and keeps it",
         at_least(1),
     )
+    compile: bool | Literal["auto"] = option(
+        "auto",
+        "true: compile the denoiser for steps that are not scored: those outside the window, all "
+        "where only the token policy trains, and those of evaluations. They round otherwise, and "
+        "the first one takes minutes. auto: on CUDA, for a denoiser of a billion parameters or "
+        "more, if at most half of the steps are scored; the gain was not measured on a GPU, so "
+        "set false for a run of few steps",
+    )

@@ -465,6 +465,11 @@ def weight_problems(config: Config) -> Iterator[str]:
             "AdamW in float32. Set model.lora false, training.ema_decay and "
             "training.slow_copy_decay null, and training.optimizer adamw, or training.shard false."
         )
+    if training.shard and config.rollout.compile is True and "dit" in halves:
+        yield (
+            "rollout.compile true: a denoiser that training.shard spreads over ranks is not "
+            "compiled. Set rollout.compile to auto or false."
+        )
 
 # %% ../../nbs/6_run/01_config.ipynb #kn016
 def has_wandb_key() -> bool:

@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
@@ -58,13 +59,11 @@ def measure_prompts(
 ) -> tuple[dict[tuple[str, str], Tensor], dict[str, str]]:
     """Sample and score the prompts. (kind, name) -> [p, S], also of the images [p, S, 3, h, w]
     uint8, of at most SHOWN pixels; and metric -> UserError, where there was one."""
-    failed = {}
-    columns = []
+    failed, columns = {}, []
     shape = len(batch["prompts"]), len(seeds)
     pending = [PendingRewards.of_batch(one, batch, shape[1]) for one in rewards]
-    others = {}
-    for name, metric in metrics.items():
-        others[name] = PendingRewards.of_batch(metric, batch, shape[1], name)
+    each = metrics.items()
+    others = {name: PendingRewards.of_batch(one, batch, shape[1], name) for name, one in each}
     # on a GPU all seeds together: each token reads all weights, however many rows there are
     together = len(seeds) if str(getattr(model, "device", "")).startswith("cuda") else 1
     left, sources = iter(seeds), batch.get("source_images")
@@ -108,10 +107,8 @@ def measure_prompts(
     if diversity is not None:
         tables["diversity", "diversity"] = diversity[:, None]
     scale = min(1, SHOWN / max(images.shape[-2:]))
-    images = torch.nn.functional.interpolate(
-        images, scale_factor=scale, mode="bilinear", antialias=True
-    )
-    tables["images", "images"] = images.unflatten(0, shape)
+    smaller = F.interpolate(images, scale_factor=scale, mode="bilinear", antialias=True)
+    tables["images", "images"] = smaller.unflatten(0, shape)
     return tables, failed
 
 # %% ../../nbs/6_run/07_evaluation.ipynb #n020
