@@ -155,6 +155,8 @@ SLIPS = {  # words -> a part of the message
     "--reward.grpo.delta 1.1": "reward.grpo.delta",
     "--reward.grpo.dit_delta 1.0001": "reward.grpo.dit_delta",
     "--reward.grpo.loss_type cispo --reward.grpo.dit_clip_range_high 1": "dit_clip_range_high",
+    "--reward.grpo.preview_share 0.5 --model.component dit": "trains none",
+    "--reward.grpo.preview_share 0.5 --training.mode i2i": "an edit has no preview",
     "--reward.grpo.dit_beta 1 --model.component dit --model.lora false": "needs model.lora true",
     "--reward.dit_metrics.beauty 1 --model.component both": "reward.dit_metrics.beauty",
     "--training.trackers [tensorboard,comet]": "training.trackers comet: ",

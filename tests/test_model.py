@@ -478,3 +478,18 @@ def test_offload_keeps_one_half_on_the_device():
         assert size[asleep] == adapter < size[awake]
         whole = {"ar": plain.ar, "dit": plain.dit}[awake]
         assert size[awake] == sum(p.numel() for p in whole.parameters())
+
+
+@pytest.mark.parametrize("half", ["ar", "dit"])
+def test_seeds_together_give_the_images_of_each_alone(half):
+    "As an evaluation asks for them on a GPU; a prompt that comes twice gets two images."
+    model, prompts, seeds = model_of(half, 4), [CAT, DOG, CAT], ["eval-0", "eval-1"]
+    how = HOT | {"height": 64, "width": 64, "noise_level": 0.0, "score": False}
+    rows = [seed for seed in seeds for _ in prompts]
+    together = model.generate_with_tracking(prompts * 2, seed=rows, **how)
+    alone = [model.generate_with_tracking(prompts, seed=seed, **how) for seed in seeds]
+    assert together.prompts == prompts * 2
+    assert torch.equal(together.token_ids, torch.cat([one.token_ids for one in alone]))
+    images = torch.cat([one.image_tensors for one in alone])
+    assert torch.allclose(together.image_tensors, images, atol=1e-4)
+    assert len({image.numpy().tobytes() for image in images}) == 6

@@ -74,6 +74,7 @@ class SampleNames:
     images: list[tuple[int, int]]  # N images: place of the token sample, number within it
     grids_per_preview: int = 1  # token samples that share their preview
     own_noise: bool = False  # True: token samples share no first noise
+    seeds: list[int | str] | None = None  # B: of each prompt; None: `seed`
 
     @classmethod
     def grow(
@@ -98,22 +99,27 @@ class SampleNames:
     @classmethod
     def of_rows(
         cls,
-        seed: int | str,
+        seed: int | str | list[int | str],  # a list: of each image
         step: int,
         requests: list[str],  # N, one for each image, in any order
         images_per_sample: int,
     ) -> "SampleNames":
-        "The tree whose images were asked for one by one: its prompts are the different requests."
-        seen: Counter[str] = Counter()
+        """The tree whose images were asked for one by one: its prompts are the different requests,
+        each with each of its seeds."""
+        several = isinstance(seed, list)
+        keys = [*zip(seed if isinstance(seed, list) else [seed] * len(requests), requests)]
+        seen: Counter[tuple] = Counter()
         samples: dict[tuple[int, int], int] = {}
-        places = {request: place for place, request in enumerate(dict.fromkeys(requests))}
+        places = {key: place for place, key in enumerate(dict.fromkeys(keys))}
         leaves = []
-        for request in requests:
-            number, image = divmod(seen[request], images_per_sample)
-            seen[request] += 1
-            place = samples.setdefault((places[request], number), len(samples))
+        for key in keys:
+            number, image = divmod(seen[key], images_per_sample)
+            seen[key] += 1
+            place = samples.setdefault((places[key], number), len(samples))
             leaves.append((place, image))
-        return cls(seed, step, list(places), list(samples), leaves)
+        seeds, prompts = map(list, zip(*places))
+        of_prompts = seeds if several else None
+        return cls(seeds[0], step, prompts, list(samples), leaves, seeds=of_prompts)
 
     @property
     def images_per_sample(self) -> int:
@@ -134,9 +140,14 @@ class SampleNames:
         "The first part of all names: seed and step."
         return f"{self.seed}|{self.step}"
 
+    def name(self, place: int) -> str:
+        "The first part of the names of a prompt: seed, step and request."
+        seed = self.seeds[place] if self.seeds else self.seed
+        return f"{seed}|{self.step}|{self.requests[place]}"
+
     def tokens(self) -> list[str]:
         "Names of the uniforms that sample the tokens of the S samples."
-        return [f"{self.prefix}|{self.requests[b]}|{number}|tokens" for b, number in self.samples]
+        return [f"{self.name(b)}|{number}|tokens" for b, number in self.samples]
 
     def previews(self) -> list[str]:
         "Names of the uniforms that sample the preview's tokens, where samples share a preview."
@@ -149,13 +160,13 @@ class SampleNames:
     ) -> list[str]:
         "Names of the noise that denoising starts from: S if shared, else N."
         if shared:
-            return [f"{self.prefix}|{self.requests[b]}|latents" for b, _ in self.samples]
+            return [f"{self.name(b)}|latents" for b, _ in self.samples]
         names = []
         for place, image in self.images:
             b, number = self.samples[place]
             branch = f"|{image}" if image else ""  # samples of a request share it
             branch = f"|{number}|{image}" if self.own_noise else branch
-            names.append(f"{self.prefix}|{self.requests[b]}|latents{branch}")
+            names.append(f"{self.name(b)}|latents{branch}")
         return names
 
     def step_noise(self) -> list[str]:
@@ -164,5 +175,5 @@ class SampleNames:
         for place, image in self.images:
             b, number = self.samples[place]
             branch = f"|{number}" if number else ""
-            names.append(f"{self.prefix}|{self.requests[b]}|{image}|steps{branch}")
+            names.append(f"{self.name(b)}|{image}|steps{branch}")
         return names

@@ -102,7 +102,7 @@ class RolloutSampler:
         self.shared = False  # whether images of the same tokens start from the same noise
         if self.model.dit_decides:
             self.objective = make_objective(self.options)
-            noisy = self.objective.adds_noise and self.options.noise_level > 0
+            noisy = self.objective.adds_noise and self.objective.options.noise_level > 0
             self.shared = self.options.shared_noise and noisy
         self.images: Tensor | None = None  # [N, 3, H, W] float32 in [0, 1] on the CPU
         if self.decode:
@@ -186,7 +186,9 @@ class RolloutSampler:
         "From here on a row is an image: it has the tokens of its sample, and its first noise."
         rollout = samples.rows(self.names.sample_of_image)
         if self.shared:
-            return rollout
+            shared = cast(Tensor, rollout.initial_latents), self.names
+            first_noise = cast(Objective, self.objective).first_noise(*shared)
+            return replace(rollout, initial_latents=first_noise)
         first_noise = named_noise(self.names.first_noise(False), self.latent_shape)
         return replace(rollout, initial_latents=first_noise)
 
@@ -259,7 +261,7 @@ class RolloutSampler:
     ) -> Rollout:
         "Denoise in the batches in which the steps will be scored, so that rounding is the same."
         decisions, noise = rollout.denoising.decisions, None
-        compiled, how = self.compiled_blocks(len(decisions)), self.options
+        how, compiled = cast(Objective, self.objective).options, self.compiled_blocks(len(decisions))
         options = NoiseOptions(decisions, how.noise_level, how.sde_type, compiled)
         if decisions:
             shape = len(decisions), *self.latent_shape

@@ -128,7 +128,8 @@ class GLMImageWrapper:
         *,
         height: int | None = None,  # pixels, a multiple of 32; None: the model's own
         width: int | None = None,
-        seed: int | str | None = None,  # None: the wrapper's
+        # a list: of each prompt, so that several seeds are sampled together; None: the wrapper's
+        seed: int | str | list | None = None,
         # the tree of samples and images of each prompt, which then comes once; None: from the seed
         names: SampleNames | None = None,
         # rows scored at a time; with the trainer's micro-batch ratios are exactly 1 in bf16 as well

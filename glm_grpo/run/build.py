@@ -251,7 +251,7 @@ def load_model(
         device=device or model.device,
         lora=lora_options(model),
         seed=seed,
-        gradient_checkpointing=model.gradient_checkpointing,
+        gradient_checkpointing=model.gradient_checkpointing is True,  # auto: `plan.fit_run`
         offload=model.offload,
         revision=model.revision,
     )

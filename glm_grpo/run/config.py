@@ -86,9 +86,11 @@ class ModelConfig:
         "the other in the host's memory; saves up to 20 GB with the published model and costs "
         "a few seconds per step",
     )
-    gradient_checkpointing: bool = option(
-        False,
-        "true: compute activations again in the backward pass; less memory, about a third slower",
+    gradient_checkpointing: bool | Literal["auto"] = option(
+        "auto",
+        "true: compute activations again in the backward pass; less memory, about a third slower; "
+        "auto: only where they do not fit a GPU. What was chosen is printed, and stays in a "
+        "resumed run",
     )
 
 # %% ../../nbs/6_run/01_config.ipynb #n009
@@ -118,6 +120,10 @@ class LengthOptions:
 class TrainingConfig(RecordOptions, OptimizerOptions, StepOptions, LengthOptions):
     "How many steps, how large a step, what is written, and how often it is evaluated."
 
+    # of a trainer it is a number: a run chooses it before
+    micro_batch_size: int | Literal["auto"] | None = declared_in(  # type: ignore[assignment]
+        StepOptions, "micro_batch_size"
+    )
     loss: str | None = option(
         None,
         "a loss of your own in place of reward.grpo.loss_type, my.py:f, called as "
@@ -379,6 +385,11 @@ def denoising_problems(config: Config) -> Iterator[str]:
             "reward.dit_metrics, reward.dit_functions: they are for model.component both. Set "
             "it, or use reward.metrics."
         )
+    if component == "dit" and config.reward.grpo.preview_share is not None:
+        yield (
+            "reward.grpo.preview_share: it weighs tokens, and model.component dit trains none. Set "
+            "it to null."
+        )
     if component == "ar":
         if config.reward.grpo.dit_pull or config.reward.grpo.dit_pull_slow:
             yield (
@@ -566,7 +577,10 @@ def check_config(
 ) -> None:
     "UserError, with all fixes, for values that cannot work. Loads nothing."
     check_options(config)
-    rules = [*default_problems(config, trains), *loss_problems(config.reward.grpo)]
+    rules = [
+        *default_problems(config, trains),
+        *loss_problems(config.reward.grpo, config.training.mode),
+    ]
     rules += [*denoising_problems(config), *weight_problems(config)]
     if trains:  # evaluations write no curves
         rules += tracker_problems(config.training.tracker_names)

@@ -17,6 +17,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,9 @@ class Callback:
 
     def on_train_begin(self, trainer: Any) -> None:
         "Before the first step."
+
+    def on_collect(self, trainer: Any, experience: Experience) -> None:
+        "After sampling and rewards, before the update."
 
     def on_step_end(
         self,
@@ -159,11 +163,20 @@ class JsonlLogger(Callback):
 class ImageStatistics(Callback):
     "Adds image/brightness and so on, and image/diversity (within a prompt), to the step's line."
 
-    def on_step_end(self, trainer, metrics, experience):
+    def on_train_begin(self, trainer):
+        self.thread = ThreadPoolExecutor(1)
+
+    def on_collect(self, trainer, experience):
         images = experience.rollout.image_tensors
-        numbers, diversity = image_numbers(images, trainer.images_per_prompt)
+        self.numbers = self.thread.submit(image_numbers, images, trainer.images_per_prompt)
+
+    def on_step_end(self, trainer, metrics, experience):
+        numbers, diversity = self.numbers.result()
         metrics |= {f"image/{name}": values.mean().item() for name, values in numbers.items()}
         metrics["image/diversity"] = diversity.mean().item()
+
+    def on_train_end(self, trainer):
+        self.thread.shutdown()
 
 # %% ../../nbs/5_training/12_callbacks.ipynb #rt002
 class RolloutTable(Callback):

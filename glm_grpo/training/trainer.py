@@ -127,6 +127,8 @@ class MinimalGRPOTrainer:
                     self.ranks.agree(lambda: taken.append(next(batches)))
                     experience = self.collect(taken.pop(), at_once=True)
                     with uncut():  # Ctrl+C waits until the callbacks are done
+                        for callback in self.callbacks:
+                            callback.on_collect(self, experience)
                         metrics = self.learn(experience)
                         for callback in self.callbacks:
                             callback.on_step_end(self, metrics, experience)
