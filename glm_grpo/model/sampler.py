@@ -261,7 +261,10 @@ class RolloutSampler:
     ) -> Rollout:
         "Denoise in the batches in which the steps will be scored, so that rounding is the same."
         decisions, noise = rollout.denoising.decisions, None
-        how, compiled = cast(Objective, self.objective).options, self.compiled_blocks(len(decisions))
+        how, compiled = (
+            cast(Objective, self.objective).options,
+            self.compiled_blocks(len(decisions)),
+        )
         options = NoiseOptions(decisions, how.noise_level, how.sde_type, compiled)
         if decisions:
             shape = len(decisions), *self.latent_shape
