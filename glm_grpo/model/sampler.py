@@ -261,10 +261,8 @@ class RolloutSampler:
     ) -> Rollout:
         "Denoise in the batches in which the steps will be scored, so that rounding is the same."
         decisions, noise = rollout.denoising.decisions, None
-        how, compiled = (
-            cast(Objective, self.objective).options,
-            self.compiled_blocks(len(decisions)),
-        )
+        compiled = self.compiled_blocks(len(decisions))
+        how = cast(Objective, self.objective).options
         options = NoiseOptions(decisions, how.noise_level, how.sde_type, compiled)
         if decisions:
             shape = len(decisions), *self.latent_shape
