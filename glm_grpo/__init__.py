@@ -11,8 +11,10 @@ __version__ = "0.1.0"
 _HOMES = {
     "compute_advantages": "maths.advantages",
     "compute_grpo_loss": "maths.loss",
+    "spo_loss": "maths.loss",
     "matching_logprob": "maths.matching",
     "nft_terms": "maths.matching",
+    "pair_terms": "maths.matching",
     "sde_step": "maths.sde",
     "pil_to_tensor": "data.images",
     "tensor_to_pil": "data.images",
@@ -38,8 +40,8 @@ if TYPE_CHECKING:  # the same names for editors and type checkers, which run no 
     from .data.prompts import I2IDataset, T2IDataset
     from .data.rollout import Policy, Rollout, Samples
     from .maths.advantages import compute_advantages
-    from .maths.loss import compute_grpo_loss
-    from .maths.matching import matching_logprob, nft_terms
+    from .maths.loss import compute_grpo_loss, spo_loss
+    from .maths.matching import matching_logprob, nft_terms, pair_terms
     from .maths.sde import sde_step
     from .model.wrapper import GLMImageWrapper
     from .rewards.calling import simple_reward_function

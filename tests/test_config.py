@@ -155,11 +155,16 @@ SLIPS = {  # words -> a part of the message
     "--reward.grpo.delta 1.1": "reward.grpo.delta",
     "--reward.grpo.dit_delta 1.0001": "reward.grpo.dit_delta",
     "--reward.grpo.loss_type cispo --reward.grpo.dit_clip_range_high 1": "dit_clip_range_high",
+    "--reward.grpo.preview_share 0.5 --model.component dit": "trains none",
+    "--reward.grpo.preview_share 0.5 --training.mode i2i": "an edit has no preview",
     "--reward.grpo.dit_beta 1 --model.component dit --model.lora false": "needs model.lora true",
     "--reward.dit_metrics.beauty 1 --model.component both": "reward.dit_metrics.beauty",
     "--training.trackers [tensorboard,comet]": "training.trackers comet: ",
     "--training.shard true": "training.shard",
     "--training.shard true --model.lora false --training.ema_decay 0.9": "training.ema_decay",
+    "--training.shard true --model.lora false --model.component dit --rollout.compile true": (
+        "Set rollout.compile to auto or false"
+    ),
 }
 
 
@@ -174,7 +179,7 @@ def test_slips_are_refused(line, part):
 
 FINE = [
     "--reward.grpo.beta 0.1 --model.torch_dtype bfloat16",
-    "--training.shard true --model.lora false",
+    "--training.shard true --model.lora false --rollout.compile true",
     "--reward.metrics.beauty 1 --reward.functions a.py:beauty",
     "--reward.metrics.clip 1 --reward.models.clip models/clip",
     "--reward.metrics.clip 1 --reward.remote.clip http://127.0.0.1:8000",

@@ -739,9 +739,9 @@ def test_the_shipped_scenes_and_edits_are_those_of_the_tools(tmp_path, monkeypat
 
     scene_sets.main(tmp_path)
     made = sorted(file.relative_to(tmp_path) for file in tmp_path.rglob("*.*"))
-    assert len(made) == 4 + 2 * (96 + 48)
+    assert len(made) == 5 + 2 * (96 + 48)
     for name in made:
-        if name.suffix == ".txt":
+        if name.suffix in (".txt", ".jsonl"):
             assert (tmp_path / name).read_bytes() == (ROOT / "data" / name).read_bytes()
         else:
             pair = [pil_to_tensor(load_image(top / name)) for top in (tmp_path, ROOT / "data")]

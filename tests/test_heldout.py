@@ -1,5 +1,6 @@
 "Prompts that were trained on are never shown as held out: in files, on the page, on the console."
 
+import json
 import re
 
 import pytest
@@ -96,3 +97,39 @@ def test_evaluations_have_a_size_of_their_own(folder, capsys):
         assert main(*words, "--dry_run", *more) == 0
         memory.append(re.search(r"about ([\d.]+) GB on cpu", capsys.readouterr().out)[1])
     assert float(memory[1]) > 1.5 * float(memory[0])
+
+
+def test_what_the_noise_of_training_costs_is_told_before_the_first_step(folder, capsys):
+    "Where denoising steps are decisions; two images of each prompt show how much they differ."
+    words = ["--model.component", "dit", "--rollout.num_inference_steps", 2, "--num_steps", 1]
+    words += ["--training.eval_samples", 2, "--rollout.noise_level", 0.5]
+    assert main(*small(folder, "--output_dir", folder / "run", *words)) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("noise_level 0.5: reward") == 1
+    assert printed.index("noise_level 0.5") < printed.index("step 1/1")
+    first = read_json(folder / "run/eval.json")["before"]
+    assert f"reward {first['reward_mean']:.3f} -> " in printed  # the same images without noise
+
+
+def test_a_second_wording_is_measured_and_judged_by_the_prompt(folder, capsys):
+    lines = [{"prompt": prompt, "paraphrase": f"paint {prompt}"} for prompt in PROMPTS]
+    heldout = folder / "heldout.jsonl"
+    heldout.write_text("\n".join(map(json.dumps, lines)) + "\n")
+    seen = "open(__file__ + '.seen', 'a').writelines(p + '\\n' for p in prompts)"
+    (folder / "green.py").write_text(
+        f"def green(images, prompts):\n    {seen}\n    return images[:, 1].mean((1, 2))\n"
+    )
+    words = ["--data.eval_prompts_file", heldout, *EVALUATED]
+    assert main(*small(without_images(folder), "--output_dir", folder / "run", *words)) == 0
+    assert "in other words" in capsys.readouterr().out
+    assert "paint" not in (folder / "green.py.seen").read_text()
+    after = read_json(folder / "run/eval.json")["after"]
+    same, other = after["rewards"], after["values"]["paraphrase"]
+    assert all(a != b for a, b in zip(same, other))  # other words, other images
+    gain = sum(b[0] - a[0] for a, b in zip(same, other)) / len(PROMPTS)
+    assert after["paraphrase"]["difference"] == pytest.approx(gain, abs=1e-6)
+    assert after["metrics"]["paraphrase"] == pytest.approx(after["reward_mean"] + gain, abs=1e-6)
+    assert "paraphrase" in (folder / "run/page.html").read_text(encoding="utf-8")
+    heldout.write_text(heldout.read_text() + '{"prompt": "a third"}\n')
+    assert main(*small(folder, "--output_dir", folder / "two", *words)) == 2
+    assert "line 4: no text in 'paraphrase'" in capsys.readouterr().err

@@ -187,7 +187,7 @@ def run_case(case):
     return loss, torch.autograd.grad(loss, leaf)[0], metrics
 
 
-@pytest.mark.parametrize("loss_type", sorted(set(LOSSES) - {"reinforce"}))
+@pytest.mark.parametrize("loss_type", sorted(set(LOSSES) - {"reinforce", "dppo", "spo"}))
 def test_loss_equals_trl(loss_type):
     assert GOLDEN["trl"] == "1.16.0" and len(GOLDEN["cases"]) == 240
     cases = [case for case in GOLDEN["cases"] if case["options"]["loss_type"] == loss_type]

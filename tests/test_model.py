@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from helpers import small_model
+from helpers import coarse_compile, small_model
 
 from glm_grpo.data.basics import UserError
 from glm_grpo.data.prompts import I2IDataset
@@ -102,6 +102,51 @@ def test_ratio_is_one_before_the_first_update(dtype, task, rank, options):
             rollout = replace(rollout, token_logprobs=model.compute_token_logprobs(tokens, size))
         assert rollout.token_logprobs.mean() < -0.2  # the model had a choice
         assert largest_change(model, rollout, size) == UNMOVED
+
+
+def sample_compiled(model, wanted):
+    "A rollout of two edits whose second of four steps is the decision."
+    prompts, images = edits()
+    options = {"num_inference_steps": 4, "window": 1, "window_kind": "sliding", "step": 1}
+    options |= {"compile": wanted, "guidance_scale": 1.0, "shared_noise": False}
+    sampler = sampler_for(model, prompts[:2], images[:2], **options)
+    with torch.no_grad():
+        return sampler.denoise(sampler.prepare_denoising(sampler.sample_all_tokens()))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_compiled_steps_change_no_decision(dtype, monkeypatch, capsys):
+    "The compiler rounds to a tenth, so that a decision that called its code would be seen."
+    model = model_of("dit", 4, dtype)
+    monkeypatch.setattr(torch, "compile", coarse_compile)
+    monkeypatch.setattr(model, "compiled", None)
+    plain, mixed = (sample_compiled(model, wanted) for wanted in (False, True))
+    assert mixed.denoising.decisions == plain.denoising.decisions == (1,)
+    before = [rollout.denoising.latents_before for rollout in (plain, mixed)]
+    assert not torch.allclose(*before, atol=1e-3)  # the step before the window is compiled
+    assert largest_change(model, mixed, 1) == {"dit": 0}
+    assert "minutes" in capsys.readouterr().out
+    again = sample_compiled(model, False)
+    assert torch.equal(again.denoising.latents, plain.denoising.latents)
+    assert capsys.readouterr().out == ""
+
+
+def test_what_auto_compiles(monkeypatch):
+    "On CUDA, a large denoiser of one piece, at most half of whose steps are scored."
+    monkeypatch.setattr(sampler, "COMPILED_FROM", 5)
+    weights = [torch.empty(5)]
+    for device, steps, sharded, numbers, expected in (
+        ("cuda", 4, False, 5, True),
+        ("cpu", 4, False, 5, False),
+        ("cuda", 3, False, 5, False),
+        ("cuda", 4, True, 5, False),
+        ("cuda", 4, False, 4, False),
+    ):
+        dit = SimpleNamespace(parameters=lambda numbers=numbers: [weights[0][:numbers]])
+        model = SimpleNamespace(device=torch.device(device), dit=dit, compiled="blocks")
+        model.dit_is_sharded = sharded
+        asked = SimpleNamespace(model=model, options=RolloutOptions(num_inference_steps=steps))
+        assert (RolloutSampler.compiled_blocks(asked, 2) == "blocks") == expected
 
 
 @pytest.mark.parametrize("component", ["ar", "dit"])

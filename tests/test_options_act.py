@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from helpers import read_json, small_model
+from helpers import coarse_compile, read_json, small_model
 from PIL import Image
 
 from glm_grpo.data.basics import UserError
@@ -110,6 +110,7 @@ TOY = {
     "delta": Row(1.5, {"ar"}, FAR),
     "dit_delta": Row(1.0002, {"dit"}, FAR | {"dit_clip_range": 1e-4}),
     "loss_type": Row("cispo", BOTH),
+    "divergence": Row(1e-9, BOTH, {"loss_type": "dppo", "dit_clip_range": 1e-4}),
     "importance_sampling_level": Row("sequence", BOTH),
     "beta": Row(0.5, BOTH),
     "dit_beta": Row(0.5, {"dit"}),
@@ -132,9 +133,11 @@ REAL = {
     "matching_times": Row(1, {"decisions", "dit"}, MATCHING),
     "matching_weight": Row("uniform", {"dit"}, MATCHING),
     "matching_guidance": Row(2.0, {"dit"}, MATCHING),
+    "pairs_churn": Row(0.5, {"images", "dit"}, {"dit_objective": "pairs", "pairs_churn": 0.1}),
     "shared_noise": Row(False, {"images", "dit"}),
     "batch_size": Row(3, {"image batches"}),
     "token_batch_size": Row(3, {"token batches"}),
+    "compile": Row(True, {"images"}),  # the last step is no decision
 }
 
 
@@ -144,6 +147,7 @@ def test_each_option_has_a_row():
         names |= {inner.name for inner in fields(f.type)} if is_dataclass(f.type) else {f.name}
     # they act from the second update or step on: tests/test_matching.py
     elsewhere = {"dit_pull", "dit_pull_slow", "slow_copy_growth", "slow_copy_flat", "nft_mix"}
+    elsewhere |= {"pairs_clip", "preview_share"}  # tests/test_methods.py, 3_model/12_policies
     assert names == set(TOY) | set(REAL) | elsewhere
 
 
@@ -319,5 +323,8 @@ def test_an_option_of_the_rollout_acts(name, monkeypatch):
     key = repr(row.needs)
     if key not in REAL_RUNS:
         REAL_RUNS[key] = real_run(monkeypatch, **row.needs)
-    after = real_run(monkeypatch, **row.needs | {name: row.value})
+    with monkeypatch.context() as context:
+        context.setattr(torch, "compile", coarse_compile)
+        context.setattr(tiny(), "compiled", None)
+        after = real_run(monkeypatch, **row.needs | {name: row.value})
     assert differences(REAL_RUNS[key], after, rounding=1e-3) == row.differs

@@ -15,10 +15,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GlmImageForConditionalGeneration, GlmImageProcessor
 
 from glm_grpo.maths.noise import named_uniforms
+from glm_grpo.model.decode_step import joined_matrix, lay_together, linears_of
 from glm_grpo.model.sampling import Decisions, SamplingLoop, sample_token_ids, sample_tokens
 from glm_grpo.model.sampling import unpack_kept
 from glm_grpo.model.scoring import score_tokens
-from glm_grpo.model.tokens import prepare_prompts, trim
+from glm_grpo.model.tokens import language_model_parts, prepare_prompts, trim
+from helpers import same_tensors
 
 FOLDER = Path(__file__).parents[1] / "data/tiny-glm-image"
 PROMPTS = [
@@ -234,6 +236,34 @@ def test_an_adapter_can_be_switched_off(ar, tuned, inputs, uniforms, sampled):
     assert torch.equal(without[0], token_ids) and torch.equal(reference, old)
     assert kept is None or torch.equal(without[1], kept)
     assert (with_adapter != token_ids).any()
+
+
+def test_weights_that_lie_together_change_no_bit(tuned, inputs, uniforms):
+    "In bfloat16, and also after an update of the adapters. A model that was moved falls back."
+    apart = copy.deepcopy(tuned).bfloat16().requires_grad_(False)
+    together = copy.deepcopy(apart)
+    layers = language_model_parts(together)[1].layers
+    for layer in layers:
+        for linears in linears_of(layer):
+            lay_together(linears)
+    weights = [linear.base_layer.weight for linear in linears_of(layers[0])[0]]
+    inputs, uniforms = shorten(inputs, (1, 8)), uniforms[:, :8]
+    for factor in (1, -1.5):
+        assert joined_matrix(weights) is not None
+        results = []
+        for model in (apart, together):
+            for name, weight in model.named_parameters():
+                if "lora_A" in name:
+                    weight.mul_(factor)
+            how = {"temperature": 2.0, "top_p": 0.9, "fixed_shapes": True}
+            results.append(sample_tokens(model, inputs, INDEX, uniforms, **how))
+        assert all(map(torch.equal, *results)), factor
+    assert same_tensors(apart.state_dict(), together.state_dict())
+    layers[0].to(torch.float32).to(torch.bfloat16)
+    assert joined_matrix(weights) is None
+    assert all(
+        map(torch.equal, results[0], sample_tokens(together, inputs, INDEX, uniforms, **how))
+    )
 
 
 class Operations(TorchDispatchMode):

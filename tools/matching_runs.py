@@ -1,12 +1,17 @@
 """Train the DiT with each objective, and collect what the runs measured:
 
-    python tools/matching_runs.py FOLDER [--only NAME RATE SEED]
+    python tools/matching_runs.py FOLDER [--methods] [--only NAME RATE SEED]
 
 Each run is one command, which is printed. It goes to FOLDER/NAME_RATE_SEED; a finished run is not
 repeated. At the end the finished runs of FOLDER are written to results/matching_runs, next to those
 of other folders: evaluations.jsonl has a line per evaluation, grad_norms.json the gradient norm of
 each step. The steps of each kind are as many as take about equal CPU time; the runs of guidance 1
 are shorter, and seed 0 of `matching` ran 64 steps. 1_maths/05_matching has the rates and seeds.
+
+With --methods the runs are those of `METHODS`, with four prompts in a step, and their results go to
+results/method_runs: several updates on a rollout with the clip and with Flow-DPPO, pairs, and
+DiffusionNFT. 6_run/13_results has their figure. Seeds are the outer loop, so that it can be ended
+after any run.
 """
 
 import argparse
@@ -18,7 +23,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-DATA = ROOT / "results/matching_runs"
+RESULTS = ROOT / "results"
 COMMON = (
     "--config configs/halves_dit.yaml --rollout.num_inference_steps 4 "
     "--training.lr_scheduler constant --training.sample_interval 0 --training.eval_interval 10"
@@ -46,12 +51,35 @@ KINDS = {  # name -> steps, options
 }
 RATES, SEEDS = ("2e-3", "3e-3", "5e-3"), range(3)
 
+FEWER = "--training.batch_size 4 --training.eval_samples 1"
+TWO, FOUR = (f"{FEWER} --training.updates_per_rollout {number}" for number in (2, 4))
+DPPO = "--reward.grpo.loss_type dppo"
+PAIRS = "--rollout.dit_objective pairs --reward.grpo.scale none"
+METHODS = {  # name -> steps, options; an evaluation after half of the steps and at the end
+    "clip1": (24, FEWER),  # with one update dppo is the same, bit for bit
+    "clip2": (16, TWO),
+    "clip4": (10, FOUR),
+    "dppo2": (16, f"{TWO} {DPPO}"),
+    "dppo4": (10, f"{FOUR} {DPPO}"),
+    "pairs": (20, f"{FEWER} {PAIRS}"),  # all pairs of groups of eight
+    "pairs2": (20, f"{FEWER} {PAIRS} --reward.grpo.group_size 2 --training.batch_size 16"),
+    "nft": (24, f"{NFT} {FEWER}"),
+    "wide4": (10, f"{FOUR} --reward.grpo.dit_clip_range 1"),  # hardly a clip
+}
 
-def run(folder: Path, name: str, rate: str, seed: int) -> None:
-    "One training; its CPU seconds go to seconds.json."
-    steps, options = KINDS[name]
+
+def words_of(folder: Path, name: str, rate: str, seed: str) -> str:
+    "The arguments of Python for a run."
+    steps, options = (KINDS | METHODS)[name]
+    if name in METHODS:
+        options += f" --training.eval_interval {steps // 2}"
     words = f"-m glm_grpo.train {COMMON} {options} --num_steps {steps} --seed {seed}"
-    words += f" --training.learning_rate {rate} --output_dir {folder}"
+    return f"{words} --training.learning_rate {rate} --output_dir {folder}"
+
+
+def run(folder: Path, name: str, rate: str, seed: str) -> None:
+    "One training; its CPU seconds go to seconds.json."
+    words = words_of(folder, name, rate, seed)
     print("python", words, flush=True)
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     threads = os.environ | {"OMP_NUM_THREADS": "1"}
@@ -62,7 +90,7 @@ def run(folder: Path, name: str, rate: str, seed: int) -> None:
 
 
 def collect(folder: Path) -> list[dict]:
-    "A line per evaluation of all finished runs: the detail check of each image."
+    "A line per evaluation of all finished runs: the checks of each image."
     lines = []
     for path in sorted(folder.glob("*/seconds.json")):
         name, rate, seed = path.parent.name.split("_")
@@ -71,33 +99,47 @@ def collect(folder: Path) -> list[dict]:
         of_run = {"name": name, "rate": float(rate), "seed": int(seed)}
         seconds = json.loads(path.read_text()) / history[-1]["step"]
         for found in history:
-            detail = [[round(x, 3) for x in images] for images in found["values"]["detail"]]
-            at = {"step": found["step"], "seconds": round(seconds * found["step"])}
-            lines.append(of_run | at | {"detail": detail})
+            line = of_run | {"step": found["step"], "seconds": round(seconds * found["step"])}
+            for check in ["detail", "scene"] if name in METHODS else ["detail"]:
+                values = found["values"][check]
+                line[check] = [[round(x, 3) for x in images] for images in values]
+            lines.append(line)
     return lines
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
+    parser.add_argument("--methods", action="store_true")
     parser.add_argument("--only", nargs=3, metavar=("NAME", "RATE", "SEED"))
     options = parser.parse_args()
     asked = [(name, rate, str(seed)) for name in KINDS for rate in RATES for seed in SEEDS]
+    data = RESULTS / "matching_runs"
+    if options.methods:
+        asked = [(name, RATES[0], str(seed)) for seed in SEEDS for name in METHODS]
+        data = RESULTS / "method_runs"
     for name, rate, seed in [options.only] if options.only else asked:
         folder = options.folder / f"{name}_{rate}_{seed}"
         if not (folder / "seconds.json").exists():
-            run(folder, name, rate, int(seed))
-    norms = json.loads((DATA / "grad_norms.json").read_text())
-    lines = {}
-    known = map(json.loads, (DATA / "evaluations.jsonl").read_text().splitlines())
-    for line in [*known, *collect(options.folder)]:
+            run(folder, name, rate, seed)
+    lines, norms = {}, {}
+    if (data / "grad_norms.json").exists():
+        norms = json.loads((data / "grad_norms.json").read_text())
+        known = (data / "evaluations.jsonl").read_text().splitlines()
+        for line in map(json.loads, known):
+            lines[line["name"], line["rate"], line["seed"], line["step"]] = line
+    for line in collect(options.folder):
         lines[line["name"], line["rate"], line["seed"], line["step"]] = line
     for path in sorted(options.folder.glob("*/seconds.json")):
         steps = (path.parent / "metrics.jsonl").read_text().splitlines()
         norms[path.parent.name] = [round(json.loads(step)["grad_norm"], 4) for step in steps]
-    (DATA / "grad_norms.json").write_text(json.dumps(norms))
+    data.mkdir(exist_ok=True)
+    if options.methods:
+        words = [words_of(Path("/tmp/runs", run), *run.split("_")) for run in sorted(norms)]
+        (data / "commands.txt").write_text("".join(f"python {line}\n" for line in words))
+    (data / "grad_norms.json").write_text(json.dumps(norms))
     text = "".join(json.dumps(lines[key]) + "\n" for key in sorted(lines))
-    (DATA / "evaluations.jsonl").write_text(text)
+    (data / "evaluations.jsonl").write_text(text)
 
 
 if __name__ == "__main__":

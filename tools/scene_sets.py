@@ -4,6 +4,7 @@ python tools/scene_sets.py FOLDER    writes t2i/train, t2i/heldout, words/train 
 """
 
 import hashlib
+import json
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -63,6 +64,19 @@ def words_of(split: str) -> list[str]:
     "The words that signs of a set may have: one in five, by a hash, for the held-out set alone."
     held_out = split == "heldout"
     return [word for word in all_words() if (_hash(word) % 5 == 0) == held_out]
+
+
+# kind of scene -> words of its prompt, and others that mean the same
+OTHER_WORDS = {
+    "single": (" in the ", " at the "),
+    "counted": (" on a ", " on the "),
+    "pair": (" left of ", " to the left of "),
+}
+
+
+def paraphrase(scene: Scene) -> str:
+    "The prompt of a scene in other words, which the tiny model has never seen."
+    return scene.prompt().replace(*OTHER_WORDS[scene.kind], 1)
 
 
 def has_room(scene: Scene) -> bool:
@@ -139,12 +153,20 @@ def write_scenes(folder: Path, scenes: list[Scene], drawings: Drawings) -> None:
         image.save(folder / "target_images" / f"{i:04d}.png", optimize=True)
 
 
+def write_paraphrases(path: Path, scenes: list[Scene]) -> None:
+    "Each prompt with a second wording, for evaluations."
+    lines = [{"prompt": scene.prompt(), "paraphrase": paraphrase(scene)} for scene in scenes]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
 def main(folder: str) -> None:
     drawings = Drawings()
     for name in ("t2i", "words"):
         for split, number in SIZES.items():
             scenes = sample_scenes(split, number, drawings.objects, signs=name == "words")
             write_scenes(Path(folder) / name / split, scenes, drawings)
+            if (name, split) == ("t2i", "heldout"):
+                write_paraphrases(Path(folder, name, split, "paraphrases.jsonl"), scenes)
 
 
 if __name__ == "__main__":

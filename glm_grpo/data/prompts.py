@@ -434,6 +434,7 @@ class T2IDataset:
 
     prompts: list[str]  # N
     targets: list | None  # N: the path of each image, or a `PackedImage`
+    paraphrases: list[str]  # N: each prompt in other words; empty: the rows have none
 
     def __init__(
         self,
@@ -452,6 +453,7 @@ class T2IDataset:
         self.records, self.places, self.notes = read_rows(self.prompts_file)
         self.trained_on = False  # True: a run learns from these prompts, so they are not held out
         self.prompts = [record["prompt"] for record in self.records]
+        self.paraphrases = self._paraphrases()
         targets = self._find("target", target_images_dir)
         self.targets = targets and [paths[0] for paths in targets]
         sizes = {size for size, _ in self._open("target", self.targets or []).values()}
@@ -460,6 +462,18 @@ class T2IDataset:
                 f"{self.prompts_file}: its target images have sizes (width, height) like "
                 f"{sorted(sizes)[:3]}. Set data.image_size: all are then cropped to one size."
             )
+
+    def _paraphrases(self):
+        "UserError: a row has no `paraphrase`, but another one has."
+        wordings = [record.get("metadata", {}).get("paraphrase") for record in self.records]
+        if not any(wordings):
+            return []
+        for i, wording in enumerate(wordings):
+            if not (isinstance(wording, str) and wording.strip()):
+                raise UserError(
+                    f"{self.where(i)}: no text in 'paraphrase'. Give one to all lines or to none."
+                )
+        return wordings
 
     def _find(self, key, images_dir):
         "A list of images per record, under 'target' or 'source'; None: there are no images."
@@ -533,7 +547,7 @@ class T2IDataset:
     ) -> "T2IDataset":  # or the subclass
         "The same dataset with some of its prompts. Messages still name their lines in the file."
         part = copy.copy(self)
-        for name in ("records", "places", "prompts", "targets", "sources"):
+        for name in ("records", "places", "prompts", "paraphrases", "targets", "sources"):
             if column := getattr(self, name, None):
                 setattr(part, name, [column[row] for row in rows])
         return part

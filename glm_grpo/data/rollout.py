@@ -237,6 +237,10 @@ class Policy:
         "The samples with what `terms` needs of the slow copy."
         return samples
 
+    def credit(self, samples: Samples, grpo: Any) -> Samples:
+        "The samples with an advantage for each decision, where decisions differ in it."
+        return samples
+
     def entropies(self, samples: Samples) -> Tensor | None:
         "Entropy [n, T] of each decision, in nats, without gradient; None: not known."
         return None
@@ -314,7 +318,9 @@ class RolloutOptions:
         "finished image, compared with the policy's velocity at some times (AWM, arXiv "
         "2509.25050): no step adds noise, each image has a first noise of its own, and a decision "
         "needs no guidance; nft: the same decisions with the loss of DiffusionNFT (arXiv "
-        "2509.16117), and the slow copy of the policy samples the images; or a class of your own, "
+        "2509.16117), and the slow copy of the policy samples the images; pairs: all denoising "
+        "steps, towards the better of two images that differ by a little noise (FDFO, arXiv "
+        "2603.12893), with reward.grpo.scale none in the paper; or a class of your own, "
         "my.py:Mine, see nbs/02_change_something.ipynb",
     )
     matching_times: int = option(
@@ -337,6 +343,18 @@ class RolloutOptions:
         "smaller one pulls less; 0.1 for rewards that read text",
         above(0, 1),
     )
+    pairs_churn: float = option(
+        0.0025,
+        "with dit_objective pairs: share of the noise that is replaced, over all steps; the "
+        "images of a group differ by this noise alone",
+        above(0, 1),
+    )
+    pairs_clip: float = option(
+        0.03,
+        "with dit_objective pairs: how far the ratio should move from 1 (c in the quadratic of "
+        "SPO, arXiv 2401.16025)",
+        above(0),
+    )
     shared_noise: bool = option(
         True,
         "true: images of one token sample start from the same noise and share the computation of "
@@ -350,4 +368,12 @@ class RolloutOptions:
         "token samples at a time; null: as many of a step as fit into a quarter of the memory that "
         "the weights leave; a run on CUDA takes at most 128, prints the number and keeps it",
         at_least(1),
+    )
+    compile: bool | Literal["auto"] = option(
+        "auto",
+        "true: compile the denoiser for steps that are not scored: those outside the window, all "
+        "where only the token policy trains, and those of evaluations. They round otherwise, and "
+        "the first one takes minutes. auto: on CUDA, for a denoiser of a billion parameters or "
+        "more, if at most half of the steps are scored; the gain was not measured on a GPU, so "
+        "set false for a run of few steps",
     )

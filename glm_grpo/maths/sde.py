@@ -29,7 +29,7 @@ def _numbers(sigmas: Sequence[float] | Tensor) -> list[float]:
 
 def _check_step(sigmas: list[float], index: int, noise_level: float, sde_type: str):
     "ValueError: unknown type, index or noise level out of range."
-    if sde_type not in SDE_TYPES:
+    if sde_type not in (*SDE_TYPES, "churn"):
         raise ValueError(f"sde_type '{sde_type}': it must be one of sde, dance, cps")
     if not 0 <= noise_level < math.inf:
         raise ValueError(f"noise_level {noise_level}: it must be 0 or more")
@@ -45,16 +45,23 @@ def step_coefficients(
     sigmas: Sequence[float] | Tensor,  # [K+1], falling, within 1 to 0; a list or on the CPU
     index: int,  # number of the step, 0 to K-1
     noise_level: float = 0.7,  # a, at least 0; 0: the Euler step; cps: at most 1
-    sde_type: str = "sde",  # "sde" (Flow-GRPO), "dance" (DanceGRPO) or "cps"
+    # "sde" (Flow-GRPO), "dance" (DanceGRPO), "cps"; "churn": see `pair_terms` of maths.matching
+    sde_type: str = "sde",
 ) -> tuple[float, float, float]:  # (std, c_sample, c_velocity)
     """The three numbers of a step: x' = c_sample * x + c_velocity * v + std * noise.
-    Flow-GRPO 2505.05470, DanceGRPO 2505.07818, CPS 2509.05952.
+    Flow-GRPO 2505.05470, DanceGRPO 2505.07818, CPS 2509.05952, churn 2603.12893.
     ValueError: unknown type, index or noise level out of range."""
     sigmas = _numbers(sigmas)
     _check_step(sigmas, index, noise_level, sde_type)
     now, then = sigmas[index], sigmas[index + 1]
     dt = then - now  # negative
-    if sde_type == "cps":
+    if sde_type == "churn":  # the Euler step goes on to `beyond`; then noise is added
+        beyond = then / (1 + noise_level * (1 - then))
+        scale = 1 / (1 + noise_level * beyond)
+        std = scale * beyond * math.sqrt((1 + noise_level) ** 2 - 1)
+        if std > 0:
+            return std, scale, scale * (beyond - now)
+    elif sde_type == "cps":
         angle = noise_level * math.pi / 2
         std, kept = then * math.sin(angle), then * math.cos(angle)
     else:

@@ -59,6 +59,16 @@ class ARPolicy(HalfPolicy):
     def score(self, samples):
         return self.model.compute_token_logprobs(samples.rollout)
 
+    def credit(self, samples, grpo):
+        "With preview_share, advantages [n, T]: preview and large grid have set shares of the loss."
+        share, grids = grpo.preview_share, samples.rollout.tokens.grids
+        if share is None or len(grids) == 1:
+            return samples
+        preview, large = (height * width for height, width in grids)
+        weights = [share / preview] * preview + [(1 - share) / large] * large
+        weights = (preview + large) * torch.tensor(weights)
+        return samples.with_advantages(samples.advantages[:, None] * weights, samples.counted)
+
     @torch.no_grad()
     def entropies(self, samples):
         self.model.wake("ar")
@@ -96,6 +106,9 @@ class DiTPolicy(HalfPolicy):
     def terms(self, samples, grpo, beta, reference):
         objective = samples.rollout.denoising.objective
         return objective.terms(self.model, samples, grpo, beta, reference)
+
+    def credit(self, samples, grpo):
+        return samples.rollout.denoising.objective.credit(samples)
 
     def is_pulled(self, samples, grpo):
         return samples.rollout.denoising.objective.is_pulled(grpo)

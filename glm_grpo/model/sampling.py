@@ -4,9 +4,10 @@
 
 # %% auto #0
 __all__ = ['SMALL', 'nucleus', 'pack_kept', 'unpack_kept', 'sample_token_ids', 'prefill', 'KVCache', 'rotation_table', 'rotate_',
-           'attend', 'SamplingLoop', 'Decisions', 'SampledTokens', 'sample_tokens']
+           'crossed', 'rotate_by_sums_', 'attend', 'SamplingLoop', 'Decisions', 'SampledTokens', 'sample_tokens']
 
 # %% ../../nbs/3_model/03_sampling.ipynb #c002
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,7 +17,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from .decode_step import CudaGraphs, LayerParts, StepCounter
-from .decode_step import called_product, merged_product
+from .decode_step import joined_product, merged_product
 from .decode_step import recorder_for, repeat, rms_norm
 from .tokens import PromptInputs, language_model_parts
 from .tokens import masked_attention, trim, visibility
@@ -35,9 +36,9 @@ def nucleus(
     K = logits.shape[-1]
     if fixed or logits.device.type != "cpu":
         values, order = logits.sort(dim=-1, stable=True)
-        drop = values.softmax(-1).cumsum(-1) <= 1 - top_p
-        drop[..., -1] = False  # one token is always kept
-        return ~drop.scatter(-1, order, drop)
+        kept = values.softmax(-1).cumsum(-1) > 1 - top_p
+        kept[..., -1] = True  # one token is always kept
+        return kept.scatter(-1, order, kept)
     values = torch.from_numpy(np.sort(logits.detach().numpy(), -1))  # NumPy's sort is faster
     num_dropped = (values.softmax(-1).cumsum(-1) <= 1 - top_p).sum(-1, keepdim=True)
     num_dropped.clamp_(max=K - 1)  # one token is always kept
@@ -57,7 +58,9 @@ def pack_kept(
     "Eight tokens per byte, the first token in the lowest bit."
     if kept.device.type == "cpu" and not fixed:
         return torch.from_numpy(np.packbits(kept.numpy(), -1, bitorder="little"))
-    bits = F.pad(kept, (0, -kept.shape[-1] % 8)).unflatten(-1, (-1, 8)).to(torch.uint8)
+    if kept.shape[-1] % 8:
+        kept = F.pad(kept, (0, -kept.shape[-1] % 8))
+    bits = kept.unflatten(-1, (-1, 8)).to(torch.uint8)
     places = torch.arange(8, dtype=torch.uint8, device=kept.device)
     return (bits << places).sum(-1, dtype=torch.uint8)
 
@@ -186,14 +189,33 @@ def rotation_table(
 
 def rotate_(
     x: Tensor,  # [N, heads, D], changed in place
-    cos: Tensor,  # [N, 1, R]
-    sin: Tensor,  # [N, 1, R], with the sign of `rotate_half`
+    rotation: Tensor,  # [2, N, 1, R]: an entry of `rotation_table`
 ) -> None:
     "Rotate the first R of the D numbers of each head."
+    cos, sin = rotation
     R = cos.shape[-1]
     turning = x[..., :R]
     halves_swapped = turning.roll(R // 2, -1)
     turning.mul_(cos).addcmul_(halves_swapped, sin)
+
+# %% ../../nbs/3_model/03_sampling.ipynb #rt02
+def crossed(
+    table: Tensor,  # [T, 2, N, 1, R], of `rotation_table`
+) -> Tensor:  # [T, N, 1, 2, 2, R/2]
+    "For each half that is computed: the factors of both halves that it is computed from."
+    cos, sin = table.unflatten(-1, (2, -1)).unbind(1)  # [T, N, 1, 2, R/2] each
+    factors = torch.stack((cos, sin), -2)  # of the half itself, of the other half
+    factors[..., 1, :, :] = factors[..., 1, :, :].flip(-2)
+    return factors
+
+
+def rotate_by_sums_(
+    x: Tensor,  # [N, heads, D], changed in place
+    factors: Tensor,  # [N, 1, 2, 2, R/2]: an entry of `crossed`
+) -> None:
+    "As `rotate_`, in two operations."
+    halves = x[..., : 2 * factors.shape[-1]].unflatten(-1, (2, -1))
+    torch.sum(halves.unsqueeze(-3) * factors, -2, out=halves)
 
 # %% ../../nbs/3_model/03_sampling.ipynb #c23a5d1
 def attend(
@@ -228,11 +250,14 @@ class SamplingLoop:
         self.rotations = rotation_table(
             self.text_model, self.hidden, inputs.decode_position_ids, prompt_index
         )
+        self.rotate: Callable[[Tensor, Tensor], None] = rotate_
+        if fixed_shapes:
+            self.rotations, self.rotate = crossed(self.rotations), rotate_by_sums_
         self.cache = KVCache(prefilled, inputs, prompt_index, self.counter)
         merge = not fixed_shapes and self.hidden.dtype == torch.float32
         on_cpu = self.hidden.device.type == "cpu"
         self.attend = attend if merge and on_cpu else F.scaled_dot_product_attention
-        product = merged_product if merge else called_product
+        product = merged_product if merge else joined_product
         self.layers = [LayerParts(layer, product) for layer in self.text_model.layers]
         self.norm, self.head = rms_norm(self.text_model.norm), product([model.lm_head])
         self.scale = self.text_model.layers[0].self_attn.scaling
@@ -246,13 +271,13 @@ class SamplingLoop:
         ids: Tensor,  # [N] int64, the tokens just sampled
     ) -> None:
         "Run the sampled tokens through all layers, without reading a tensor's value in Python."
-        rotation = self.counter.take(self.rotations, 0).unbind()
+        rotation = self.counter.take(self.rotations, 0)
         self.cache.open_column()
         x = self.text_model.embed_tokens(ids)
         for number, layer in enumerate(self.layers):
             _, N, G, _, D = self.cache.layers[number].shape
             qkv = layer.qkv(layer.norm_attention(x)).view(N, -1, D)
-            rotate_(qkv[:, :-G], *rotation)  # queries and keys
+            self.rotate(qkv[:, :-G], rotation)  # queries and keys
             written = qkv[:, -2 * G :].view(N, 2, G, D).transpose(0, 1)
             keys, values, bias = self.cache.write(number, written)
             queries = qkv[:, : -2 * G].view(N, G, -1, D)

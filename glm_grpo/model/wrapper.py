@@ -20,7 +20,8 @@ from ..data.prompts import source_lists
 from ..data.rollout import Policy, Rollout, RolloutOptions
 from ..maths.noise import SampleNames, request_names
 from .adapters import LoraOptions, add_lora, choose_lora, load_halves, save_halves
-from .denoise import sample_latents
+from .decode_step import lay_together, linears_of
+from .denoise import CompiledBlocks, sample_latents
 from .latents import decode_latents
 from .loading import load_pipeline, pick_device, pick_dtype
 from .loading import quiet, weights_digest
@@ -101,6 +102,11 @@ class GLMImageWrapper:
             self.digests[half] = weights_digest(module.state_dict().items())
         self.lora = choose_lora(lora, self.halves)
         self.adapters = _choose_weights(self)
+        if self.device.type == "cuda" and not offload:  # which moves weights one by one
+            for layer in self.ar.model.language_model.layers:
+                for linears in linears_of(layer):
+                    lay_together(linears)
+            torch.cuda.empty_cache()  # the places where they lay
         self.num_parameters = sum(p.numel() for m in self.halves.values() for p in m.parameters())
         self.gradient_checkpointing = gradient_checkpointing
         if gradient_checkpointing:
@@ -110,6 +116,8 @@ class GLMImageWrapper:
         if isinstance(lora, (str, Path)):
             self.load_adapter(lora)
         self.dit_decides = "dit" in self.halves  # whether the denoising policy trains
+        self.compiled: CompiledBlocks | None = None  # of the DiT, see `rollout.compile`
+        self.dit_is_sharded = False
         self.policies: dict[str, Policy] = {half: POLICIES[half](self) for half in self.halves}
 
     def generate_with_tracking(  # noqa: PLR0913  the public interface
@@ -214,6 +222,7 @@ class GLMImageWrapper:
         "Shard the weights that train over ranks, see `shard_halves`. UserError with LoRA."
         if self.adapters:
             raise UserError("LoRA is not sharded: set model.lora false, or training.shard false")
+        self.dit_is_sharded = self.dit_decides
         return shard_halves(self.halves, mesh)
 
     def __repr__(self):

@@ -70,6 +70,9 @@ class Evaluation:
     requests: list[int] = field(default_factory=list)
     rewards: Any  # [P][S], None: no score
     metrics: dict[str, float] = field(default_factory=dict)  # name -> mean
+    # of the prompts in other words: reward_mean, its difference from that of the prompts, and the
+    # standard error of the difference in pairs (0: one prompt); empty: there are no paraphrases
+    paraphrase: dict[str, float] = field(default_factory=dict)
     statistics: dict[str, float] = field(default_factory=dict)
     diversity: float | None = None  # mean over prompts; None: one seed
     # metrics, statistics and diversity: name -> [P][S], None: nothing to score
@@ -228,7 +231,9 @@ def reward_hacking_alarm(
     stop = f"or stop at step {steps[good]}, before that" if good else "and start again"
     for name in run.alarms[-1]:
         change, weigh = run.changes[-1][name], "Lower"
-        if change.kind == "metrics":  # statistics and diversity can have no weight
+        if name == "paraphrase":
+            weigh = "Train on prompts in several wordings, lower"
+        elif change.kind == "metrics":  # statistics and diversity can have no weight
             weigh = f"Give {name} a weight in reward.metrics, lower"
         messages.append(
             f"The trained reward rose from {reward.before:.3g} to {reward.after:.3g} while {name}, "

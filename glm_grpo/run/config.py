@@ -385,6 +385,11 @@ def denoising_problems(config: Config) -> Iterator[str]:
             "reward.dit_metrics, reward.dit_functions: they are for model.component both. Set "
             "it, or use reward.metrics."
         )
+    if component == "dit" and config.reward.grpo.preview_share is not None:
+        yield (
+            "reward.grpo.preview_share: it weighs tokens, and model.component dit trains none. Set "
+            "it to null."
+        )
     if component == "ar":
         if config.reward.grpo.dit_pull or config.reward.grpo.dit_pull_slow:
             yield (
@@ -459,6 +464,11 @@ def weight_problems(config: Config) -> Iterator[str]:
             "training.shard true spreads weights that train in full, without averages, and with "
             "AdamW in float32. Set model.lora false, training.ema_decay and "
             "training.slow_copy_decay null, and training.optimizer adamw, or training.shard false."
+        )
+    if training.shard and config.rollout.compile is True and "dit" in halves:
+        yield (
+            "rollout.compile true: a denoiser that training.shard spreads over ranks is not "
+            "compiled. Set rollout.compile to auto or false."
         )
 
 # %% ../../nbs/6_run/01_config.ipynb #kn016
@@ -567,7 +577,10 @@ def check_config(
 ) -> None:
     "UserError, with all fixes, for values that cannot work. Loads nothing."
     check_options(config)
-    rules = [*default_problems(config, trains), *loss_problems(config.reward.grpo)]
+    rules = [
+        *default_problems(config, trains),
+        *loss_problems(config.reward.grpo, config.training.mode),
+    ]
     rules += [*denoising_problems(config), *weight_problems(config)]
     if trains:  # evaluations write no curves
         rules += tracker_problems(config.training.tracker_names)

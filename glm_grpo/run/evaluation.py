@@ -4,20 +4,24 @@
 
 # %% auto #0
 __all__ = ['NOTHING_TO_SCORE', 'SHOWN', 'measure_prompts', 'without_nan', 'summarise', 'evaluate', 'write_eval',
-           'describe_result', 'evaluate_config', 'read_history', 'enough_because', 'PeriodicEvaluation']
+           'describe_result', 'with_paraphrases', 'evaluate_config', 'NoiseCost', 'noise_cost', 'try_noise',
+           'noise_warning', 'read_history', 'enough_because', 'PeriodicEvaluation']
 
 # %% ../../nbs/6_run/07_evaluation.ipynb #n015
+import functools
 import itertools
 import json
 import math
 import time
 from collections import ChainMap
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
@@ -28,7 +32,14 @@ from ..maths.noise import request_names
 from ..rewards.calling import RewardError
 from ..rewards.perception import image_numbers
 from ..rewards.weighted import PendingRewards
-from .alarms import Evaluation, reward_hacking_alarm, standard_error
+from glm_grpo.run.alarms import (
+    Change,
+    Evaluation,
+    compare_evaluations,
+    paired_difference,
+    reward_hacking_alarm,
+    standard_error,
+)
 from .build import each_reward, part_weights
 from .config import Config
 from ..training.callbacks import Callback
@@ -40,7 +51,7 @@ SHOWN = 384  # pixels: the longer side of an image in the files of a run
 # %% ../../nbs/6_run/07_evaluation.ipynb #n019
 def measure_prompts(
     model: Any,
-    batch: dict,  # p prompts: those of this rank
+    batch: dict,  # p prompts: those of this rank; with wording [p], the model gets that instead
     rewards: list[Callable],
     seeds: Collection[int | str],  # S
     metrics: dict[str, Callable],
@@ -48,16 +59,15 @@ def measure_prompts(
 ) -> tuple[dict[tuple[str, str], Tensor], dict[str, str]]:
     """Sample and score the prompts. (kind, name) -> [p, S], also of the images [p, S, 3, h, w]
     uint8, of at most SHOWN pixels; and metric -> UserError, where there was one."""
-    failed = {}
-    columns = []
+    failed, columns = {}, []
     shape = len(batch["prompts"]), len(seeds)
     pending = [PendingRewards.of_batch(one, batch, shape[1]) for one in rewards]
-    others = {}
-    for name, metric in metrics.items():
-        others[name] = PendingRewards.of_batch(metric, batch, shape[1], name)
+    each = metrics.items()
+    others = {name: PendingRewards.of_batch(one, batch, shape[1], name) for name, one in each}
     # on a GPU all seeds together: each token reads all weights, however many rows there are
     together = len(seeds) if str(getattr(model, "device", "")).startswith("cuda") else 1
     left, sources = iter(seeds), batch.get("source_images")
+    prompts = batch.get("wording", batch["prompts"])
     for places in torch.arange(math.prod(shape)).view(shape).T.split(together):  # [seeds, prompts]
         rows = places.flatten().tolist()
         names = [f"eval-{seed}" for seed in itertools.islice(left, len(places))]
@@ -67,9 +77,9 @@ def measure_prompts(
                 one.add([rows[i] for i in at], sampled)
 
         rollout = model.generate_with_tracking(
-            batch["prompts"] * len(names),
+            prompts * len(names),
             sources and sources * len(names),
-            seed=names[0] if together == 1 else [one for one in names for _ in batch["prompts"]],
+            seed=names[0] if together == 1 else [one for one in names for _ in prompts],
             on_images=on_images,
             score=False,
             **options,
@@ -97,10 +107,8 @@ def measure_prompts(
     if diversity is not None:
         tables["diversity", "diversity"] = diversity[:, None]
     scale = min(1, SHOWN / max(images.shape[-2:]))
-    images = torch.nn.functional.interpolate(
-        images, scale_factor=scale, mode="bilinear", antialias=True
-    )
-    tables["images", "images"] = images.unflatten(0, shape)
+    smaller = F.interpolate(images, scale_factor=scale, mode="bilinear", antialias=True)
+    tables["images", "images"] = smaller.unflatten(0, shape)
     return tables, failed
 
 # %% ../../nbs/6_run/07_evaluation.ipynb #n020
@@ -217,10 +225,33 @@ def describe_result(
     unscored = f", {missing} without a score" if missing else ""
     known = len({*result.requests}) > 1
     error = f"{result.standard_error:.3f}" if known else "?"
+    reworded = ""
+    if other := result.paraphrase:
+        reworded = (
+            f"; in other words {other['reward_mean']:.3f} ({other['difference']:+.3f} +- "
+            f"{other['standard_error']:.3f})"
+        )
     return (
         f"reward {result.reward_mean:.3f} +- {error} ({parts}"
         f"{result.pictures} images of {len(result.prompts)} {result.kind()}"
-        f"{unscored}, {result.seconds:.0f} s)"
+        f"{unscored}, {result.seconds:.0f} s){reworded}"
+    )
+
+
+def with_paraphrases(
+    result: Evaluation,
+    reworded: Evaluation,  # of the same prompts in other words, with the same seeds
+) -> Evaluation:
+    "The result with the rewards of both wordings, as a metric that is not trained."
+    same, other, error, _ = paired_difference(result.rewards, reworded.rewards, result.requests)
+    error = 0.0 if math.isnan(error) else error
+    paraphrase = {"reward_mean": other, "difference": other - same, "standard_error": error}
+    return replace(
+        result,
+        paraphrase=paraphrase,
+        metrics=result.metrics | {"paraphrase": reworded.reward_mean},
+        values=result.values | {"paraphrase": reworded.rewards},
+        seconds=result.seconds + reworded.seconds,
     )
 
 
@@ -232,27 +263,106 @@ def evaluate_config(
     name: str | None,  # label of the progress bar; None: no bar
     others: tuple[dict, dict],  # result of `other_metrics`: also measured
     ranks: Ranks | None = None,  # they share the prompts; None: one process
+    *,
+    noise_level: float = 0.0,  # denoising steps add no noise, as when the model is used later
+    at_most: int | None = None,  # prompts
 ) -> Evaluation:
-    "Evaluate the first eval_prompts prompts with eval_samples seeds. Every rank calls it."
+    """Evaluate the first eval_prompts prompts with eval_samples seeds, and their paraphrases, if
+    they have some. Every rank calls it."""
     training = config.training
-    number = min(len(dataset), training.eval_prompts or len(dataset))
+    number = min(len(dataset), training.eval_prompts or len(dataset), at_most or len(dataset))
     height, width = config.data.eval_size
-    result = evaluate(
+    measure = functools.partial(
+        evaluate,
         model,
-        [dataset[i] for i in range(number)],
-        reward,
+        reward_function=reward,
         seeds=range(training.eval_samples),
-        metrics=others[0],
         bar=name,
         ranks=ranks,
         height=height,
         width=width,
-        # denoising steps add no noise, as when the model is used later
-        options=replace(config.rollout, noise_level=0.0),
+        # an image starts from the same noise at all levels
+        options=replace(config.rollout, noise_level=noise_level, shared_noise=False),
     )
+    items = [dataset[i] for i in range(number)]
+    result = measure(items, metrics=others[0])
+    if dataset.paraphrases and not noise_level:
+        wordings = zip(items, dataset.paraphrases)
+        result = with_paraphrases(result, measure([i | {"wording": text} for i, text in wordings]))
     not_measured = others[1] | result.not_measured
     held_out = not dataset.trained_on
     return replace(result, not_measured=not_measured, prompts_are_held_out=held_out)
+
+# %% ../../nbs/6_run/07_evaluation.ipynb #noise002
+@dataclass(frozen=True)
+class NoiseCost:
+    "What noise in the denoising steps does to images of the same prompts and seeds."
+
+    level: float  # noise_level
+    reward: Change  # without, and with the noise
+    statistic: Change | None  # of the images, the one that changed by the largest share
+    spread: float  # of the rewards of a prompt: standard deviation, with the noise
+
+    @property
+    def too_high(self) -> bool:
+        "Whether it costs more than images of a prompt differ by, and more than chance explains."
+        return -self.reward.difference > max(self.spread, 2 * self.reward.error)
+
+    def __str__(self):
+        lost = (
+            f"noise_level {self.level:g}: reward {self.reward.before:.3f} -> "
+            f"{self.reward.after:.3f} +- {self.reward.error:.3f}, spread of a prompt's images "
+            f"{self.spread:.3f}"
+        )
+        if not (moved := self.statistic):
+            return lost
+        return f"{lost}; {moved.name} {moved.before:.3g} -> {moved.after:.3g}"
+
+
+def noise_cost(
+    level: float,
+    quiet: Evaluation,  # without noise
+    noisy: Evaluation,  # its first prompts, with the same seeds, two or more
+) -> NoiseCost:
+    "Compare them in pairs."
+    number = len(noisy.prompts)
+    values = {name: rows[:number] for name, rows in quiet.values.items()}
+    of_rows = {"rewards": quiet.rewards[:number], "requests": quiet.requests[:number]}
+    reward, *others = compare_evaluations(replace(quiet, values=values, **of_rows), noisy)
+    statistics = [one for one in others if one.kind == "statistics" and one.before]
+    moved = max(statistics, key=lambda one: abs(one.difference / one.before), default=None)
+    rewards = torch.tensor(np.array(noisy.rewards, dtype=float))
+    spread = rewards[~rewards.isnan().any(1)].var(1).mean().sqrt().item()
+    return NoiseCost(level, reward, moved, spread)
+
+
+def try_noise(
+    level: float,  # of the run
+    quiet: Evaluation,  # without noise
+    measure: Callable[[float], Evaluation],  # level -> the first prompts with noise
+) -> list[NoiseCost]:
+    "The level's cost. If it is too high, also those of a half, a quarter and an eighth of it."
+    costs = [noise_cost(level, quiet, measure(level))]
+    while costs[-1].too_high and len(costs) < 4:
+        level /= 2
+        costs.append(noise_cost(level, quiet, measure(level)))
+    return costs
+
+
+def noise_warning(
+    costs: list[NoiseCost],  # result of `try_noise`
+) -> str:  # empty: the level is fine
+    "What to do about the noise of training."
+    first, last = costs[0], costs[-1]
+    if not first.too_high:
+        return ""
+    advice = "rollout.dit_objective matching learns from images without noise."
+    if not last.too_high:
+        advice = f"rollout.noise_level {last.level:g} does not."
+    return (
+        f"the noise of training (rollout.noise_level {first.level:g}) costs more reward than the "
+        f"images of a prompt differ by. {advice}"
+    )
 
 # %% ../../nbs/6_run/07_evaluation.ipynb #m005
 def read_history(

@@ -100,7 +100,7 @@ def advice(
     parts: dict[str, tuple[float, float]],  # result of `variance_parts`
     numbers: dict[str, float],  # result of `group_numbers`
 ) -> str:
-    "What the numbers suggest, in one or two sentences."
+    "What the numbers suggest, in a few sentences."
     if numbers["equal_tokens"] > 0.9 and numbers["equal_images"] > 0.9:
         return (
             "Nearly all groups get equal rewards, so this reward can teach little or nothing here. "
@@ -124,6 +124,10 @@ def advice(
             "raise rollout.temperature or reward.grpo.group_size, or leave out prompts that are "
             "too easy or too hard."
         )
+    previews, grids = (max(0.0, parts[level][0]) for level in LEVELS[1:3])
+    if previews and images - error <= 0.5:  # an edit has none, and dit trains no tokens
+        share = previews / (previews + grids)
+        text += f" The variances suggest reward.grpo.preview_share {share:.2f}."
     return text
 
 # %% ../../nbs/6_run/08_probe.ipynb #f0f1884d

@@ -25,6 +25,7 @@ from ..data.basics import UserError, atomic_dir, atomic_write, check_output_fold
 from ..data.images import load_image
 from ..data.options import option_value
 from ..data.prompts import read_records
+from ..model.objectives import find_objective
 from ..model.tokens import check_prompt_lengths
 from ..rewards.calling import reward_name
 from .alarms import Evaluation, compare_evaluations
@@ -49,6 +50,8 @@ from glm_grpo.run.evaluation import (
     PeriodicEvaluation,
     describe_result,
     evaluate_config,
+    noise_warning,
+    try_noise,
     write_eval,
 )
 from .plan import describe_time, fit_run, many_passes, plan
@@ -163,6 +166,24 @@ class Training:
         with self.trainer.optimizer.averaged():
             return evaluate_config(self.model, *data)
 
+    def measure_noise(self, quiet: Evaluation) -> None:
+        "Print what the noise of training costs, on a few of the held-out prompts."
+        run, rollout = self.run, self.config.rollout
+        noisy = self.model.dit_decides and find_objective(rollout.dit_objective).is_gaussian
+        if not noisy or not rollout.noise_level or len(quiet.seeds) < 2:
+            return
+
+        def measure(level):
+            run.say("noise", f"measuring some images with noise of level {level:g}")
+            data = self.config, run.heldout, run.reward, f"{'noise':>10}", ({}, {}), run.ranks
+            return evaluate_config(self.model, *data, noise_level=level, at_most=16)
+
+        costs = try_noise(rollout.noise_level, quiet, measure)
+        for cost in costs:
+            run.say("noise", str(cost))
+        if warning := noise_warning(costs):
+            run.say("WARNING", warning)
+
     def evaluate(self, phase: str) -> Evaluation | None:
         "Measure before or after training, and print what came out."
         run, number = self.run, self.config.training.eval_samples
@@ -191,6 +212,8 @@ class Training:
         config, run, trainer = self.config, self.run, self.trainer
         training = config.training
         self.before = self.measured_before() or self.evaluate("before")  # as it was loaded
+        if self.before and not config.resume:
+            self.measure_noise(self.before)
         if config.resume:
             with warnings.catch_warnings(record=True) as notes:
                 trainer.load_checkpoint(config.resume)

@@ -222,7 +222,8 @@ class Collector:
             images, of_reward = len(rollout) // len(own), rewards[reward]
             how = reward, own.group_size, images, self.options, self.own_advantages
             of_samples, advantages, counted[name] = compare_samples(of_reward, *how)
-            samples[name] = own.with_advantages(ranks.own(advantages), ranks.own(counted[name]))
+            own = own.with_advantages(ranks.own(advantages), ranks.own(counted[name]))
+            samples[name] = policy.credit(own, self.options.grpo)
             prefix = f"{name}/" if len(policies) > 1 else ""
             numbers[f"{prefix}reward_mean"] = of_samples.nanmean().item()
             numbers[f"{prefix}advantage_mean"] = advantages.mean().item()
@@ -256,7 +257,7 @@ class Collector:
             of_all = torch.cat([part.flatten() for part in self.ranks.gather(entropies)])
             kept = max(1, round(share * len(of_all)))
             learns = entropies >= of_all.topk(kept).values[-1]
-            advantages = samples.advantages.cpu()[:, None] * learns
+            advantages = samples.advantages.cpu().view(len(samples), -1) * learns
             experience.samples[name] = samples.with_advantages(advantages, samples.counted)
 
 # %% ../../nbs/5_training/07_collector.ipynb #c2b8bf1

@@ -107,6 +107,7 @@ def loss_options(policy: str, grpo: GRPOOptions) -> dict:
     "The arguments of `compute_grpo_loss` for a policy, except the KL's weight."
     return {
         **grpo.clip_of(policy),
+        **({"divergence": grpo.divergence_of(policy)} if grpo.loss_type == "dppo" else {}),
         "loss_type": grpo.loss_type,
         "importance_sampling_level": grpo.importance_sampling_level,
         "kl_estimator": grpo.kl_estimator,

@@ -113,7 +113,7 @@ LEGEND = {  # name in metrics.jsonl -> what it is
     "its gradient is not 0",
     "ratio_mean": "new over old probability of a decision; 1 with one optimizer step per rollout",
     "ratio_std": "standard deviation of the ratio",
-    "clip_fraction": "share of the decisions whose ratio is clipped",
+    "clip_fraction": "share of the decisions whose ratio is clipped, or that dppo drops",
     "kl": "distance from the model before training, per decision; 0 where it has no weight",
     "entropy": "minus the mean log-prob of the sampled decisions, in nats",
     "contrast": "squared distance of the new from the old velocities (DiffusionNFT)",

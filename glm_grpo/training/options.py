@@ -196,6 +196,13 @@ class GroupOptions:
         "the others are compared; stop: the run ends. Their number is missing_scores in "
         "metrics.jsonl; a step without any score always ends the run",
     )
+    preview_share: float | None = option(
+        None,
+        "share of the preview's tokens in the loss of an image, the rest is the large grid's; "
+        "null: every token weighs the same, so the preview has about a fifth. python -m "
+        "glm_grpo.probe prints the share that the variances of the reward suggest",
+        at_least(0, 1),
+    )
     entropy_share: float | None = option(
         None,
         "only this share of a step's tokens learns, those with the largest entropy (arXiv "
@@ -239,10 +246,22 @@ class ClipOptions:
     dit_delta: float | None = option(
         None, "the same for denoising steps, above 1 + dit_clip_range_high; null: none", above(0)
     )
-    loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "reinforce"] = option(
+    loss_type: Literal[
+        "grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "reinforce", "dppo", "spo"
+    ] = option(
         "grpo",
         "how the losses of the decisions are clipped and averaged: grpo, bnpo, dr_grpo, dapo, "
-        "cispo or sapo, as in TRL, or reinforce, which has no ratio; see nbs/1_maths/03_loss.ipynb",
+        "cispo or sapo, as in TRL; reinforce, which has no ratio; dppo, which drops decisions in "
+        "place of the clip, see divergence; or spo, which has a parabola (arXiv 2401.16025); see "
+        "nbs/1_maths/03_loss.ipynb",
+    )
+    divergence: float | None = option(
+        None,
+        "with loss_type dppo: KL from the policy that sampled, in nats, at which a decision is "
+        "dropped if it leads further away. null: 1e-5 for denoising steps, whose exact KL is a "
+        "mean over the latents (arXiv 2606.11025); 0.045 for tokens, whose KL is taken as "
+        "2 (p - p_old)^2, so that 0.045 is a probability moved by 0.15 (arXiv 2602.04879)",
+        above(0),
     )
     importance_sampling_level: Literal["token", "sequence", "sequence_token"] = option(
         "token",
@@ -253,6 +272,11 @@ class ClipOptions:
     def clip_range_of(self, policy: str) -> float:
         "The clip range of a policy."
         return getattr(self, own_option(self, policy, "clip_range"))
+
+    def divergence_of(self, policy: str) -> float:
+        "The divergence of a policy at which dppo drops a decision."
+        own = 1e-5 if policy == "dit" else 0.045
+        return own if self.divergence is None else self.divergence
 
     def clip_of(self, policy: str) -> dict[str, float | None]:
         "A policy's clip_range, clip_range_high and delta, as `compute_grpo_loss` takes them."
@@ -405,7 +429,7 @@ class TrainerOptions:
     def check(self) -> "TrainerOptions":
         "Returns itself. UserError names the values that cannot work."
         check_options(self)
-        refuse([*loss_problems(self.grpo)])
+        refuse([*loss_problems(self.grpo, self.step.mode)])
         return self
 
     def with_changes(self, **changes) -> "TrainerOptions":
@@ -419,8 +443,20 @@ class TrainerOptions:
         return with_options(self, {names[name]: value for name, value in changes.items()})
 
 
-def loss_problems(grpo: GRPOOptions) -> Iterator[str]:
+def loss_problems(grpo: GRPOOptions, mode: str) -> Iterator[str]:
     "Options of the loss that have no meaning together."
+    if grpo.preview_share is not None and mode == "i2i":
+        yield (
+            "reward.grpo.preview_share: an edit has no preview, its tokens are one grid. Set it to "
+            "null."
+        )
+    if grpo.divergence is not None and grpo.loss_type != "dppo":
+        yield "reward.grpo.divergence: it is for loss_type dppo. Set that, or divergence null."
+    if grpo.loss_type == "dppo" and grpo.importance_sampling_level != "token":
+        yield (
+            "reward.grpo.loss_type dppo: it compares single decisions with the policy that "
+            "sampled. Set importance_sampling_level token."
+        )
     for prefix in ("", "dit_"):  # of the options of tokens, and of denoising
         policy = prefix.rstrip("_")
         clip, low = grpo.clip_of(policy), grpo.clip_range_of(policy)
@@ -430,16 +466,30 @@ def loss_problems(grpo: GRPOOptions) -> Iterator[str]:
                 f"reward.grpo.{prefix}clip_range_high: with loss_type cispo it is the largest "
                 "ratio, so it must be above 1. Give 5, or null for 1 + the clip range."
             )
+        if grpo.loss_type in ("dppo", "spo"):
+            if clip["clip_range_high"] is not None or delta is not None:
+                yield (
+                    f"reward.grpo.{prefix}clip_range_high, {prefix}delta: loss_type "
+                    f"{grpo.loss_type} has no such bound. Set them to null."
+                )
+            if grpo.loss_type == "dppo" and low != getattr(ClipOptions, f"{prefix}clip_range"):
+                yield (
+                    f"reward.grpo.{prefix}clip_range: loss_type dppo does not clip. Leave it out, "
+                    "and set reward.grpo.divergence."
+                )
+            continue
         unclipped = grpo.loss_type not in ("cispo", "sapo")
         if unclipped and delta is not None and delta <= 1 + high:
             yield (
                 f"reward.grpo.{prefix}delta: it must be more than 1 + {prefix}clip_range_high. "
                 "Give a larger one (2 to 4), or null for none."
             )
-    if grpo.entropy_share and grpo.importance_sampling_level == "sequence":
+    of_tokens = grpo.entropy_share or grpo.preview_share is not None
+    if of_tokens and grpo.importance_sampling_level == "sequence":
         yield (
-            "reward.grpo.entropy_share: with importance_sampling_level sequence a sample has one "
-            "advantage for all tokens. Set importance_sampling_level sequence_token."
+            "reward.grpo.entropy_share, preview_share: with importance_sampling_level sequence a "
+            "sample has one advantage for all tokens. Set importance_sampling_level "
+            "sequence_token."
         )
 
 # %% ../../nbs/5_training/01_options.ipynb #c12af19
