@@ -491,7 +491,7 @@ def token_ways(model: GLMImageWrapper, size: int, rows: int) -> Iterator[Way]:
     yield Way(f"{rows} rows of tokens at a time, not {few}", quarters, at_once, None)
 
 
-def velocity_ways(model: GLMImageWrapper, side: int, backend="inductor") -> Iterator[Way]:
+def velocity_ways(model: GLMImageWrapper, side: int) -> Iterator[Way]:
     "A DiT step of an image with guidance: blocks as they are written, or compiled."
     dit, device = model.dit, model.device
     large = torch.zeros(1, side**2, dtype=torch.long, device=device)
@@ -505,7 +505,7 @@ def velocity_ways(model: GLMImageWrapper, side: int, backend="inductor") -> Iter
         with torch.set_grad_enabled(gradients):
             return [way(*asked).detach().float()]
 
-    compiled = CompiledBlocks(dit, backend)
+    compiled = CompiledBlocks(dit)
     ways = {}
     for gradients in (False, True):
         ways["eager", gradients] = functools.partial(velocity, predict_velocity, gradients)
@@ -555,10 +555,10 @@ def update_way(model: GLMImageWrapper, size: int) -> Way:
     return Way(f"update without checkpointing, {size} px", twice, once, 0.05)
 
 
-def ways_of(model: GLMImageWrapper, side: int, rows: int, **compiler) -> Iterator[Way]:
+def ways_of(model: GLMImageWrapper, side: int, rows: int) -> Iterator[Way]:
     "The ways for images of side x side tokens of the large grid, and up to so many rows."
     yield from token_ways(model, 8 * side, rows)
-    yield from velocity_ways(model, side, **compiler)
+    yield from velocity_ways(model, side)
     yield decoding_way(model, 4 * side)
     yield update_way(model, 16 * side)
 
