@@ -10,8 +10,6 @@ __all__ = ['MANY_PASSES', 'LARGEST_MICRO_BATCH', 'MOST_ROWS', 'GPUS', 'LESS_MEMO
 
 # %% ../../nbs/6_run/10_plan.ipynb #w006
 import contextlib
-import itertools
-import json
 import math
 import re
 import statistics
@@ -297,11 +295,10 @@ def fit(
         rows = int(max(1, min(MOST_ROWS, room // step.row)))
     group = config.reward.grpo.group_size
     divisors = [n for n in range(LARGEST_MICRO_BATCH, 0, -1) if group % n == 0]
-    choices = [*itertools.product([False, True], divisors)]
-    if config.model.lora:
-        choices = [(again, number) for again, number in choices if not again or number <= 4]
-    else:  # each micro-batch adds the gradients of all weights
-        choices.sort(key=lambda choice: -choice[1])
+    few = [n for n in divisors if n <= 4]  # repeated layers gain nothing from more
+    choices = [(False, n) for n in divisors] + [(True, n) for n in few]
+    if not config.model.lora:  # each micro-batch adds the gradients of all weights
+        choices = [(again, n) for n in divisors for again in (False, True)]
     fitted = config
     for again, number in choices:
         changes = {
@@ -316,16 +313,17 @@ def fit(
 
 
 def describe_fit(
-    config: Config,
-    fitted: Config,  # what `fit` made of it
+    fitted: Config,  # what `fit` made
     memory: float,  # bytes
-) -> list[str]:
-    "A line about what was chosen, if anything was."
-    names = "model.gradient_checkpointing", "training.micro_batch_size", "rollout.token_batch_size"
-    values = {name: option_value(fitted, name) for name in names}
-    new = [k for k, value in values.items() if value != option_value(config, k)]
-    chosen = ", ".join(f"{name} {json.dumps(values[name])}" for name in new)
-    return [f"chosen for {memory / 1e9:.0f} GB: {chosen}"] * bool(new)
+) -> str:
+    "A line about what fits."
+    model, training, rollout = fitted.model, fitted.training, fitted.rollout
+    repeated = str(model.gradient_checkpointing).lower()
+    return (
+        f"for {memory / 1e9:.0f} GB: model.gradient_checkpointing {repeated}, "
+        f"training.micro_batch_size {training.micro_batch_size}, "
+        f"rollout.token_batch_size {rollout.token_batch_size}"
+    )
 
 
 def fit_run(
@@ -337,17 +335,15 @@ def fit_run(
     "What a run chooses before it loads the model. On another device than CUDA: the defaults."
     model = config.model
     device = pick_device(ranks.device or model.device)
-    values = [model.gradient_checkpointing, config.training.micro_batch_size]
-    rows_are_open = config.rollout.token_batch_size is None and not config.resume
-    if device.type != "cuda" or not ("auto" in values or rows_are_open):
+    if device.type != "cuda":
         return without_auto(config)
     ranks.once_per_machine(lambda: download_model(model.name, model.revision))
     memory = min(ranks.gather(torch.cuda.mem_get_info(device)[1]))
-    layout, longest = model_layout(model.name, model.revision), longest_prompt(model, *sized)
+    layout = model_layout(model.name, model.revision)
+    longest = longest_prompt(model, *sized)
     dtype = pick_dtype(model.torch_dtype, device)
     fitted = fit(Step(config, layout, longest, dtype, ranks.world), memory)
-    for line in describe_fit(config, fitted, memory):
-        say("memory", line)
+    say("memory", describe_fit(fitted, memory))
     return fitted
 
 # %% ../../nbs/6_run/10_plan.ipynb #c0dee0b
@@ -466,10 +462,8 @@ def plan(
     say("work", ", ".join(f"{number:,} {what}" for what, number in work.items() if number))
     if device.type == "cuda":
         most = memory or torch.cuda.mem_get_info(device)[1]
-        config = fit(step, most)
-        for line in describe_fit(step.config, config, most):
-            say("memory", line)
-        step = replace(step, config=config)
+        step = replace(step, config=fit(step, most))
+        say("memory", describe_fit(step.config, most))
     sizes = estimate_memory(step)
     peak = sizes["peak"]
     parts = [f"{k} {size / 1e9:.2f}" for k, size in sizes.items() if size and "peak" not in k]

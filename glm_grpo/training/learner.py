@@ -105,14 +105,16 @@ def loss_counts(
 
 def loss_options(policy: str, grpo: GRPOOptions) -> dict:
     "The arguments of `compute_grpo_loss` for a policy, except the KL's weight."
-    return {
+    arguments = {
         **grpo.clip_of(policy),
-        **({"divergence": grpo.divergence_of(policy)} if grpo.loss_type == "dppo" else {}),
         "loss_type": grpo.loss_type,
         "importance_sampling_level": grpo.importance_sampling_level,
         "kl_estimator": grpo.kl_estimator,
         "bias_correction_kl": grpo.bias_correction_kl,
     }
+    if grpo.loss_type == "dppo":
+        arguments["divergence"] = grpo.divergence_of(policy)
+    return arguments
 
 # %% ../../nbs/5_training/09_learner.ipynb #n012s
 def summarise(
