@@ -1,6 +1,7 @@
 "Flow-DPPO, FDFO's pairs, a share of the loss per level: numbers from the papers' formulas."
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from glm_grpo.data.basics import UserError, refuse
 from glm_grpo.data.rollout import Rollout, RolloutOptions, Samples
 from glm_grpo.maths.sde import step_coefficients
 from glm_grpo.model.objectives import Denoising, Pairs
+from glm_grpo.model.policies import ARPolicy
 from glm_grpo.training.options import GRPOOptions, TrainerOptions
 
 # The papers' formulas, number by number in Python's float64
@@ -120,6 +122,22 @@ def test_a_churned_step_keeps_signal_and_noise_at_the_schedule():
         assert std == pytest.approx(shrink * q * math.sqrt((1 + g) ** 2 - 1))
         assert shrink * signal == pytest.approx(1 - then)
         assert math.hypot(shrink * noise, std) == pytest.approx(then)
+
+
+def test_each_level_has_its_share_of_the_gradient():
+    "A preview of 2 x 2 tokens and a large grid of 4 x 3, before the first update."
+    tokens = SimpleNamespace(grids=[(2, 2), (4, 3)])
+    rollout, old = SimpleNamespace(tokens=tokens), torch.zeros(2, 16)
+    samples = Samples(rollout, old, 2, torch.tensor([0.8, -0.8]), torch.tensor([True, True]))
+    for share in (0.0, 0.3, 1.0):
+        credit = ARPolicy(None).credit(samples, GRPOOptions(preview_share=share)).advantages
+        leaf = old.clone().requires_grad_()
+        (gradient,) = torch.autograd.grad(compute_grpo_loss(leaf, old, credit)[0], leaf)
+        for row, a in zip(gradient.tolist(), (0.8, -0.8)):
+            assert sum(row[:4]) == pytest.approx(-a * share / 2)  # the loss: a mean of 2 samples
+            assert sum(row[4:]) == pytest.approx(-a * (1 - share) / 2)
+            assert row[0] == row[3] and row[4] == row[15]
+    assert ARPolicy(None).credit(samples, GRPOOptions()) is samples
 
 
 # With a model

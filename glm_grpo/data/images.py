@@ -59,12 +59,13 @@ def tensor_to_pil(
 def image_address(
     image: Image.Image,
     side: int,  # pixels: a longer side is reduced to it
+    form: str = "JPEG",  # or WEBP, a third of it for drawings
 ) -> str:
-    "A JPEG as an address that holds the image itself, for a page that needs no other file."
+    "An address that holds the image itself, for a page that needs no other file."
     small, data = _eight_bits(image).convert("RGB"), io.BytesIO()
     small.thumbnail((side, side))
-    small.save(data, "JPEG", quality=90, subsampling=0)
-    return f"data:image/jpeg;base64,{base64.b64encode(data.getvalue()).decode()}"
+    small.save(data, form, quality=90, subsampling=0)
+    return f"data:image/{form.lower()};base64,{base64.b64encode(data.getvalue()).decode()}"
 
 
 def images_html(

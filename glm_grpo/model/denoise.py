@@ -118,7 +118,9 @@ class CompiledBlocks:
         backend: Any = "inductor",  # as in `torch.compile`
     ):
         self.blocks, self.used = list(transformer.transformer_blocks), False
-        self.calls = [torch.compile(block._call_impl, backend=backend) for block in self.blocks]
+        # dynamic: code for any number of rows, words and patches, apart from 1
+        how = {"backend": backend, "dynamic": True}
+        self.calls = [torch.compile(block._call_impl, **how) for block in self.blocks]
 
     def velocity(self, *inputs: Any) -> Tensor:  # inputs of `predict_velocity`
         "`predict_velocity` without gradients. A line before the first, which takes minutes."

@@ -54,6 +54,7 @@ from glm_grpo.run.evaluation import (
     try_noise,
     write_eval,
 )
+from .microscope import write_microscope
 from .plan import describe_time, fit_run, many_passes, plan
 from .report import before_after_grid, run_facts, write_page
 from ..training.callbacks import CheckpointCallback
@@ -464,7 +465,8 @@ def write_config(config: Config, out: str | Path) -> None:
 
 
 def write_results(training: Training) -> None:
-    "eval.json, before_after.png, page.html and reward_curve.png, each if there are data for it."
+    """eval.json, before_after.png, page.html and reward_curve.png, each if there are data for it,
+    and microscope.html."""
     out, before, after = training.out, training.before, training.after
     watch, lines = training.watch, read_metrics(out / "metrics.jsonl")
     if before and after:
@@ -480,9 +482,11 @@ def write_results(training: Training) -> None:
             lines=lines,
             agreement=training.trainer.agreement,
             facts=run_facts(training.config.model, training.config.training.max_steps, lines),
+            decisions="microscope.html",
         )
     if lines:
         save_figure(step_curves(lines, watch.history), out / "reward_curve.png")
+    write_microscope(out / "microscope.html", out)
 
 # %% ../../nbs/6_run/12_train.ipynb #n015
 def launcher() -> str:

@@ -392,7 +392,8 @@ class RecordOptions:
     save_rollouts: int = option(
         0,
         "steps between two tables in rollouts/, one row for each image: prompt, rewards, "
-        "advantages, and the image as a file; W&B shows them, too; 0: none",
+        "advantages, the image as a file, and what the step did to its decisions, which "
+        "microscope.html shows; W&B shows the images, too; 0: none",
         at_least(0),
     )
     trackers: list[str] | str | None = option(
