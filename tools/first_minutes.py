@@ -541,7 +541,8 @@ def decoding_way(model: GLMImageWrapper, side: int) -> Way:
 def update_way(model: GLMImageWrapper, size: int) -> Way:
     "The gradients of two images, with gradient checkpointing and without."
     options = BenchOptions(image_size=size, prompts=1, group=2, num_inference_steps=4)
-    trainer = program.make_trainer("ours", model, replace(options, micro_batch=2))
+    options = replace(options, micro_batch=2)
+    trainer = program.make_trainer("ours", model, options, compile=False)
     minibatch = next(trainer.learner.minibatches(trainer.collect({"prompts": PROMPTS[:1]}), 0))
 
     def gradients(again):

@@ -196,6 +196,7 @@ def make_trainer(
     way: str,  # "ours"; "finished images": ours on these
     model: GLMImageWrapper,
     options: BenchOptions,
+    **changes: Any,  # options of the trainer
 ) -> MinimalGRPOTrainer:
     "Our trainer, without data: its steps get their prompts."
     half, times = model.component, min(4, int(0.9 * options.num_inference_steps) - 1)
@@ -212,6 +213,7 @@ def make_trainer(
         callbacks=[],
         **same_options(half, options),
         **(finished if way == "finished images" else {}),
+        **changes,
     )
 
 
@@ -338,9 +340,13 @@ def split_step(
     options: BenchOptions,
 ) -> list[str]:  # rows of the table
     "Seconds of the parts of a training step, each against its floor, and published speeds."
-    batch, trainer = {"prompts": read_prompts(options)}, make_trainer("ours", model, options)
+    batch = {"prompts": read_prompts(options)}
     counted, parts = Parts(count=True), Parts()
-    counted.step(trainer, batch)  # the first one, which is slower, scores old log-probs
+    first = {"window_kind": "first"}  # no image shares a step: each denoises all of them
+    # the first step scores old log-probs; compiled code shows no operators
+    counted.step(make_trainer("ours", model, options, compile=False, **first), batch)
+    trainer = make_trainer("ours", model, options, **first)
+    trainer.train_step(batch)  # slower: it compiles
     parts.step(trainer, batch)
     step = sum(parts.seconds[part] for part in PARTS)
     experience = trainer.last_experience
