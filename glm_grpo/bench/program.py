@@ -199,7 +199,8 @@ def make_trainer(
     **changes: Any,  # options of the trainer
 ) -> MinimalGRPOTrainer:
     "Our trainer, without data: its steps get their prompts."
-    half, times = model.component, min(4, int(0.9 * options.num_inference_steps) - 1)
+    half = model.component
+    times = min(4, int(0.9 * options.num_inference_steps) - 1)
     finished: dict[str, Any] = {"dit_objective": "matching", "matching_times": times}
     return MinimalGRPOTrainer(
         model,
@@ -223,7 +224,9 @@ def make_step(
     options: BenchOptions,
 ) -> Callable[[], dict]:  # a training step -> metrics
     "A step of the token policy with a reference model, or of the denoising policy without one."
-    prompts, half, config = read_prompts(options), model.component, model.ar.generation_config
+    prompts = read_prompts(options)
+    half = model.component
+    config = model.ar.generation_config
     if way != "image by image":
         trainer = make_trainer(way, model, options)
         return lambda: trainer.train_step({"prompts": prompts})
@@ -357,7 +360,8 @@ def split_step(
         old(samples, options.micro_batch)
         counted.timed("scoring", model.score_denoising)(rollout, options.micro_batch)
     parts.timed("statistics", image_numbers)(rollout.image_tensors, trainer.images_per_prompt)
-    speeds, host = measured_speeds(options.device), measured_speeds("cpu")
+    speeds = measured_speeds(options.device)
+    host = measured_speeds("cpu")
     scoring = counted.flop["old log-probs"] + counted.flop["scoring"]
     floors = {part: counted.flop[part] / speeds[1] for part in PARTS} | {
         "update": 2 * scoring / speeds[1],
@@ -365,7 +369,8 @@ def split_step(
     }
     new_tokens = samples["token_ids"].shape[1]
     floors["tokens"] = new_tokens * token_floor(model, len(samples), speeds)
-    size, images = options.image_size, len(rollout)
+    size = options.image_size
+    images = len(rollout)
     rows = []
     for part in PARTS[:-1]:
         name = f"{part}, {images} images of {size} px (plain: the floor)"
@@ -465,7 +470,8 @@ def measure_all(
     if half != "both":
         name = f"a training step of {images}"
         return rows + compare(name, make_step, half, "image by image", options)
-    peak, model = PeakMemory(options.device), load(options, half)
+    peak = PeakMemory(options.device)
+    model = load(options, half)
     for size, prompts, group, micro in steps:
         sizes = {"image_size": size, "prompts": prompts, "group": group, "micro_batch": micro}
         rows += split_step(model, replace(options, **sizes))

@@ -44,7 +44,8 @@ def merged_product(
     weight = torch.cat(weights).detach()
     bias = None if biases[0] is None else torch.cat(biases).detach()
     in_float32 = weight.device.type == "cpu" and weight.dtype == torch.float32
-    onednn, names = torch.ops.mkldnn, ("_reorder_linear_weight", "_linear_pointwise")
+    onednn = torch.ops.mkldnn
+    names = ("_reorder_linear_weight", "_linear_pointwise")
     # no public function keeps a weight in oneDNN's own layout; torch.compile uses these two:
     # https://github.com/pytorch/pytorch/blob/main/torch/_inductor/fx_passes/mkldnn_fusion.py
     if in_float32 and all(hasattr(onednn, name) for name in names):
@@ -126,7 +127,8 @@ def joined_product(
     matrix = joined_matrix([base.weight for base in bases])
     if matrix is None:
         return called_product(linears)
-    total, bias = sum(base.out_features for base in bases), None
+    total = sum(base.out_features for base in bases)
+    bias = None
     if bases[0].bias is not None:
         bias = torch.cat([base.bias for base in bases])
         bias = F.pad(bias, (0, len(matrix) - total))
@@ -225,7 +227,8 @@ class CudaGraphs:
     def warm_up(self, step: Callable[[], object], times: int) -> None:
         "Call the step for real, `times` times."
         with torch.cuda.device(self.device):
-            here, aside = torch.cuda.current_stream(), side_stream(torch.cuda.current_device())
+            here = torch.cuda.current_stream()
+            aside = side_stream(torch.cuda.current_device())
             aside.wait_stream(here)
             with torch.cuda.stream(aside):
                 for _ in range(times):
@@ -234,9 +237,11 @@ class CudaGraphs:
 
     def record(self, step: Callable[[], object]) -> Callable[[], object]:
         "Record the step without effect; the result replays it. RuntimeError: not recordable."
-        graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        pool = torch.cuda.graph_pool_handle()
         with torch.cuda.device(self.device):
-            here, index = torch.cuda.current_stream(), torch.cuda.current_device()
+            here = torch.cuda.current_stream()
+            index = torch.cuda.current_device()
             aside = side_stream(index)
             try:
                 # rewards may use the GPU in other threads meanwhile

@@ -66,7 +66,8 @@ def count_work(
     training = config.training
     grpo = config.reward.grpo
     component = config.model.component
-    tokens, steps = tokens_of(config.data.size, training.mode), training.max_steps
+    tokens = tokens_of(config.data.size, training.mode)
+    steps = training.max_steps
     every = training.eval_interval
     samples = steps * training.batch_size * grpo.group_size
     images = samples * (grpo.images_per_sample if component == "both" else 1)
@@ -153,7 +154,8 @@ class Step:
 
     def __post_init__(self):
         config, rollout, grpo = self.config, self.config.rollout, self.config.reward.grpo
-        training, component = config.training, config.model.component
+        training = config.training
+        component = config.model.component
         self.trained = self.trained or count_trained(config.model, self.layout)
         prompts = max(1, training.batch_size // self.processes)
         self.images = self.samples = prompts * grpo.group_size
@@ -167,8 +169,10 @@ class Step:
         self.new_tokens = tokens_of(config.data.size, training.mode)
         self.pixels = math.prod(config.data.size)
         text = self.layout["ar"]["config"]["text_config"]
-        width, feed = text["hidden_size"], text["intermediate_size"]
-        layers, tokens = text["num_hidden_layers"], self.prompt_tokens + self.new_tokens
+        width = text["hidden_size"]
+        feed = text["intermediate_size"]
+        layers = text["num_hidden_layers"]
+        tokens = self.prompt_tokens + self.new_tokens
         self.logits = text["vision_vocab_size"]
         # numbers in the keys and values of a token
         heads = text["num_key_value_heads"] / text["num_attention_heads"]
@@ -182,7 +186,8 @@ class Step:
         if self.room and not rollout.token_batch_size:  # as the run splits them
             self.rows = len(split_samples(self.samples, None, self.row, self.room)[0])
         dit = self.layout["dit"]["config"]
-        width, layers = dit["num_attention_heads"] * dit["attention_head_dim"], dit["num_layers"]
+        width = dit["num_attention_heads"] * dit["attention_head_dim"]
+        layers = dit["num_layers"]
         sampled = Denoising(rollout.num_inference_steps, rollout.guidance_scale, {})
         guidance = make_objective(rollout).guidance(sampled)  # in the update
         patches = self.pixels // 256
@@ -210,7 +215,8 @@ def weights_on_device(
     half: str,  # that works
 ) -> int:
     "Bytes of weights on the device. With `model.offload`, frozen ones of the other half are not."
-    model, other = step.config.model, "dit" if half == "ar" else "ar"
+    model = step.config.model
+    other = "dit" if half == "ar" else "ar"
     numbers = sum(numbers_in(part["shapes"]) for part in step.layout.values())
     if model.offload:
         numbers -= numbers_in(step.layout[other]["shapes"])
@@ -288,7 +294,8 @@ def fit(
 ) -> Config:
     "A copy that says numbers: the fastest with a tenth of the memory free, else the smallest."
     config = step.config
-    repeated, size = config.model.gradient_checkpointing, config.training.micro_batch_size
+    repeated = config.model.gradient_checkpointing
+    size = config.training.micro_batch_size
     rows = config.rollout.token_batch_size
     if rows is None and not config.resume:  # an older run goes on as it began
         room = (memory - weights_on_device(step, "ar")) // 4
@@ -317,7 +324,9 @@ def describe_fit(
     memory: float,  # bytes
 ) -> str:
     "A line about what fits."
-    model, training, rollout = fitted.model, fitted.training, fitted.rollout
+    model = fitted.model
+    training = fitted.training
+    rollout = fitted.rollout
     repeated = str(model.gradient_checkpointing).lower()
     return (
         f"for {memory / 1e9:.0f} GB: model.gradient_checkpointing {repeated}, "
@@ -392,7 +401,9 @@ def describe_time(
             "not known before a step was taken: a run prints s/step and the time left with each "
             "line, and --resume RUN --dry_run multiplies what the steps of RUN took"
         )
-    steps, every, text = training.max_steps - done, training.eval_interval, f"{step:.1f} s"
+    steps = training.max_steps - done
+    every = training.eval_interval
+    text = f"{step:.1f} s"
     total = steps * step
     if training.eval_samples and not math.isnan(evaluation):
         number = 1  # after training
@@ -415,7 +426,8 @@ def longest_prompt(
         for edits in (data for data in datasets if isinstance(data, I2IDataset)):
             check_source_sizes(edits)
         return max(len(p.encode()) for data in datasets for p in data.prompts) // 3 + 32
-    parts, mode = load_prompt_parts(folder), "i2i" if isinstance(datasets[0], I2IDataset) else "t2i"
+    parts = load_prompt_parts(folder)
+    mode = "i2i" if isinstance(datasets[0], I2IDataset) else "t2i"
     lengths = [
         check_prompt_lengths(parts, data, *size) - tokens_of(size, mode) for data, size in sized
     ]
@@ -437,7 +449,9 @@ def plan(
 ) -> None:
     """Count and estimate a run. UserError as `model_layout` and `count_trained`, for a device or
     number format that is not there, and for a run that its machine cannot hold."""
-    model, machine, memory = config.model, config.training.machine, None
+    model = config.model
+    machine = config.training.machine
+    memory = None
     processes = process_count()
     if not machine:
         device = pick_device(model.device)
@@ -445,7 +459,8 @@ def plan(
     else:
         count, gpu = read_machine(machine)
         processes = count if processes == 1 else processes
-        device, place = torch.device("cuda"), f"each of {machine}"
+        device = torch.device("cuda")
+        place = f"each of {machine}"
         if not torch.cuda.is_available() or gpu not in torch.cuda.get_device_name():
             memory = int(GPUS[gpu])
     dtype = pick_dtype(model.torch_dtype, device)

@@ -85,7 +85,8 @@ def describe_step(
     """The last step's reward, its mean over the last ten steps with the difference from the ten
     before (fewer while there are fewer than twenty); each policy's gradient norm, ratio, clip
     fraction and KL, and whether it learnt nothing; warnings."""
-    metrics, rewards = trainer.history[-1], [line["reward_mean"] for line in trainer.history]
+    metrics = trainer.history[-1]
+    rewards = [line["reward_mean"] for line in trainer.history]
     text = f"reward {rewards[-1]:.3f}"
     if width := min(10, len(rewards) // 2):
         before, last = np.reshape(rewards[-2 * width :], (2, width)).mean(1)
@@ -112,7 +113,8 @@ class ProgressLines(Callback):
         self.every = every
 
     def on_train_begin(self, trainer):
-        self.begun, self.first = time.perf_counter(), trainer.step + 1
+        self.begun = time.perf_counter()
+        self.first = trainer.step + 1
 
     def on_step_end(self, trainer, metrics, experience):
         if is_due(trainer.step, self.every) or trainer.step in (self.first, trainer.last_step):
@@ -120,7 +122,8 @@ class ProgressLines(Callback):
 
     def pace(self, trainer) -> str:
         "The mean seconds per step since the start, and the time left, as a text."
-        done, number = trainer.step - self.first + 1, trainer.last_step - self.first + 1
+        done = trainer.step - self.first + 1
+        number = trainer.last_step - self.first + 1
         elapsed = time.perf_counter() - self.begun
         text = f"{elapsed / done:{'.0f' if elapsed > 99 * done else '.2g'}} s/step, "
         text += "{remaining} left"
@@ -235,7 +238,8 @@ def decision_record(
     - advantages, token_ids [n, T]"""
     tensors: dict[str, Tensor] = {}
     facts: dict[str, dict[str, Any]] = {}
-    learner, size = trainer.learner, trainer.options.step.micro_batch_size
+    learner = trainer.learner
+    size = trainer.options.step.micro_batch_size
     for name, samples in experience.samples.items():
         after = _score_again(trainer.policies[name], samples, size)
         advantages = samples.advantages.float().cpu().view(len(after), -1).expand_as(after)
@@ -243,7 +247,8 @@ def decision_record(
         own = _join_notes(steps, after.shape)
         # in a mini-batch of another optimizer step it is NaN, and not clipped
         own["clipped"] = own["clipped"] == 1
-        own["after"], own["advantages"] = after, advantages
+        own["after"] = after
+        own["advantages"] = advantages
         # all advantages near a decision may be 0: then no optimizer step scored it
         if samples.sampling_logprobs is not None:
             sampled = samples.sampling_logprobs.cpu()
@@ -278,7 +283,9 @@ class RolloutTable(Callback):
         # called with the rows of all ranks, the folder and the step; None: nothing else is done
         show: Callable[[list[dict], Path, int], None] | None = None,
     ):
-        self.folder, self.every, self.show = Path(folder), every, show
+        self.folder = Path(folder)
+        self.every = every
+        self.show = show
 
     def on_train_begin(self, trainer):
         trainer.learner.keeps_notes = lambda step: is_due(step, self.every)
@@ -290,7 +297,8 @@ class RolloutTable(Callback):
 
         if not is_due(trainer.step, self.every):
             return
-        step, rank = f"step_{trainer.step:06d}", trainer.ranks.rank
+        step = f"step_{trainer.step:06d}"
+        rank = trainer.ranks.rank
         rows = experience.table()
         (self.folder / step).mkdir(parents=True, exist_ok=True)
         for i, image in enumerate(experience.rollout.images):
@@ -327,8 +335,12 @@ class CheckpointCallback(Callback):
         best: Callable[[], int | None] | None = None,
         minutes: float = 0,  # a step is saved when the last save is older; 0: not by time
     ):
-        self.folder, self.every, self.keep, self.best = Path(folder), every, keep, best
-        self.minutes, self.saved_at = minutes, time.monotonic()
+        self.folder = Path(folder)
+        self.every = every
+        self.keep = keep
+        self.best = best
+        self.minutes = minutes
+        self.saved_at = time.monotonic()
         self.saved: Path | None = None  # the checkpoint of the last step, if there is one
 
     def on_train_begin(self, trainer):
@@ -336,7 +348,9 @@ class CheckpointCallback(Callback):
             tidy_checkpoints(self.folder)
 
     def on_step_end(self, trainer, metrics, experience):
-        step, ranks, self.saved = trainer.step, trainer.ranks, None
+        step = trainer.step
+        ranks = trainer.ranks
+        self.saved = None
         old = 0 < 60 * self.minutes <= time.monotonic() - self.saved_at
         if ranks.shards:  # all ranks save, so the first one decides
             old = ranks.gather(old)[0]
@@ -353,7 +367,8 @@ class CheckpointCallback(Callback):
 
     def save_best(self, trainer) -> None:
         "checkpoint_best, if an evaluation of this step is the best."
-        path, is_best = self.folder / "checkpoint_best", self.best and self.best() == trainer.step
+        path = self.folder / "checkpoint_best"
+        is_best = self.best and self.best() == trainer.step
         if trainer.ranks.shards:  # all ranks save, so the first one, which evaluates, decides
             is_best = trainer.ranks.gather(is_best)[0]
         if is_best and self.saved is None:
@@ -402,7 +417,9 @@ class TrackerLogger(Callback):
         # its end closes the trackers, after a last evaluation; None: the end of training does
         held: contextlib.ExitStack | None = None,
     ):
-        self.output_dir, self.every, self.image_every = Path(output_dir), every, image_every
+        self.output_dir = Path(output_dir)
+        self.every = every
+        self.image_every = image_every
         self.log_with, self.held = log_with, held
         self.trackers: list[Any] = []
         self.early: list[tuple] = []  # evaluations before the trackers started

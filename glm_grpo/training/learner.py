@@ -55,7 +55,8 @@ def deal_minibatches(
     sizes = [len(of_policy) * ranks.world for of_policy in samples.values()]
     batches: list[dict[str, MiniBatch]] = [{} for _ in range(min(number, *sizes))]
     for policy, of_policy in samples.items():
-        n, spare = len(of_policy), of_policy.rows(slice(0, 1))
+        n = len(of_policy)
+        spare = of_policy.rows(slice(0, 1))
         if number == 1:
             batches[0][policy] = MiniBatch(of_policy, int(counted[policy].sum()), spare)
             continue
@@ -95,7 +96,8 @@ def loss_counts(
     chunk: Samples,  # of it, with old log-probs
 ) -> dict[str, float]:  # num_samples, num_decisions
     "The divisors of a chunk's loss with which the chunks of all ranks add up to the mean."
-    count, of_chunk = max(1, batch.count), cast(Tensor, chunk.old_logprobs)[0].numel()
+    count = max(1, batch.count)
+    of_chunk = cast(Tensor, chunk.old_logprobs)[0].numel()
     full = batch.samples.old_logprobs
     decisions = batch.samples.decisions
     if decisions is None:
@@ -170,12 +172,14 @@ class Note:
     ) -> "Note":
         """The note of a chunk. A loss that does not use the log-probs leaves no gradient. What an
         own loss clips is what has an advantage and no gradient."""
-        old, counted = cast(Tensor, chunk.old_logprobs), torch.ones_like(new)
+        old = cast(Tensor, chunk.old_logprobs)
+        counted = torch.ones_like(new)
         gradient = torch.zeros_like(new) if new.grad is None else new.grad
         advantages = chunk.advantages.reshape(len(new), -1)
         clipped = (gradient == 0) & (advantages != 0)
         if known:
-            level, of_type = arguments["importance_sampling_level"], arguments["loss_type"]
+            level = arguments["importance_sampling_level"]
+            of_type = arguments["loss_type"]
             log_ratio = policy_log_ratio(new.detach(), old, counted, level)
             clip = Clip(
                 arguments["clip_range"],
@@ -262,7 +266,8 @@ class Learner:
     def update(self, minibatch: dict[str, MiniBatch]) -> dict[str, dict[str, float]]:
         """One optimizer step -> each policy's metrics. UserError, before a weight has changed:
         sampling and scoring differ by more than rounding (`allow_ratio_gap`: a warning)."""
-        metrics, first = self.gradients(minibatch), self.agreement is None
+        metrics = self.gradients(minibatch)
+        first = self.agreement is None
         agreement = agreement_of(metrics, self.model, self.options, self.ranks, first)
         if first or not self.options.step.allow_ratio_gap:
             require_agreement(agreement, self.options, self.ranks)
@@ -304,7 +309,9 @@ class Learner:
 
     def accumulate(self, name: str, batch: MiniBatch) -> Tally:
         "Add one policy's gradient to its weights, chunk by chunk."
-        policy, grpo, tally = self.policies[name], self.options.grpo, Tally()
+        policy = self.policies[name]
+        grpo = self.options.grpo
+        tally = Tally()
         size = self.options.step.micro_batch_size
         learns = bool(batch.samples.counted.any())  # else it is scored for the metrics only
         beta = grpo.beta_of(name) if learns else 0.0
@@ -323,7 +330,8 @@ class Learner:
             if chunk.old_logprobs is None:  # no weight has changed since sampling: they are equal
                 chunk = replace(chunk, old_logprobs=new.detach())
             arguments = loss_options(name, grpo) | loss_counts(batch, chunk) | terms.loss
-            old, advantages = cast(Tensor, chunk.old_logprobs), chunk.advantages
+            old = cast(Tensor, chunk.old_logprobs)
+            advantages = chunk.advantages
             loss, metrics = self.losses[name](new, old, advantages, as_tensors=True, **arguments)
             loss = learns * loss
             if self.notes is not None:
