@@ -44,7 +44,13 @@ setup(
     # named, or tests and tools would be packed as well
     packages=find_packages(include=[cfg["lib_name"], cfg["lib_name"] + ".*"]),
     package_data={
-        cfg["lib_name"]: ["py.typed", "model/published.json", "model/card.md", "run/page.html"]
+        cfg["lib_name"]: [
+            "py.typed",
+            "model/published.json",
+            "model/card.md",
+            "run/page.html",
+            "run/microscope.html",
+        ]
     },
     install_requires=cfg["requirements"].split(),
     cmdclass={"build_py": BuildWithData},

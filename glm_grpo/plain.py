@@ -98,7 +98,8 @@ def sample_tokens(
     ar = pipe.vision_language_encoder
     inputs, positions = read_prompt(pipe, prompt, recipe)
     T = positions.shape[2] - inputs["input_ids"].shape[1]
-    K, outputs = ar.config.vq_config.num_embeddings, ar.lm_head.out_features
+    K = ar.config.vq_config.num_embeddings
+    outputs = ar.lm_head.out_features
     seed = torch.randint(2**31, (), generator=generator).item()
     with torch.random.fork_rng():  # `generate` knows only the global random numbers
         torch.manual_seed(seed)
@@ -113,7 +114,8 @@ def sample_tokens(
             output_scores=True,
             return_dict_in_generate=True,
         )
-    token_ids, scores = out.sequences[0, -T:], torch.cat(out.scores)[:, :K].float()
+    token_ids = out.sequences[0, -T:]
+    scores = torch.cat(out.scores)[:, :K].float()
     logprobs = scores.log_softmax(-1).gather(1, token_ids[:, None])[:, 0]
     return TokenSample(inputs, positions, token_ids, scores > -torch.inf, logprobs)
 
@@ -142,7 +144,8 @@ def draw_noise(
     generator: torch.Generator,
 ) -> Tensor:  # [number, C, H/8, W/8] float32
     "Standard normal numbers of the latents' size."
-    channels, scale = pipe.transformer.config.in_channels, pipe.vae_scale_factor
+    channels = pipe.transformer.config.in_channels
+    scale = pipe.vae_scale_factor
     shape = number, channels, recipe.height // scale, recipe.width // scale
     return torch.randn(shape, generator=generator).to(pipe.device)
 
@@ -157,7 +160,8 @@ def make_image(
     output_type: str = "pt",  # "latent": without the VAE
 ) -> Tensor:  # [3, H, W] float32 in [0, 1]
     "Exactly the tokens that get the credit are decoded."
-    h, w = recipe.height // 32, recipe.width // 32
+    h = recipe.height // 32
+    w = recipe.width // 32
     large = token_ids[-h * w :].view(1, h, w)
     return GlmImagePipeline.__call__.__wrapped__(  # the pipeline without its no_grad
         pipe,
@@ -194,7 +198,8 @@ def update(
     beta: float = 0.0,  # weight of the KL
 ) -> dict[str, float]:  # loss, ratio
     "The clipped loss, its gradient, and one step of the optimizer."
-    ratio, advantages = (new - old).exp(), advantages[:, None].to(new.device)
+    ratio = (new - old).exp()
+    advantages = advantages[:, None].to(new.device)
     clipped = ratio.clamp(1 - clip_range, 1 + clip_range)
     loss = -torch.min(ratio * advantages, clipped * advantages).mean()
     if reference is not None:
@@ -274,7 +279,8 @@ def sample_denoising(
     recipe: Recipe,
 ) -> tuple[Tensor, DenoisingSample]:  # image [3, H, W] float32 in [0, 1]
     "Make one image with decisions."
-    path, logprobs = [noise[:1]], []
+    path = [noise[:1]]
+    logprobs = []
 
     def decide(pipe, step, time, made):
         mean, std = gaussian_of_step(pipe, step, path[-1], made["latents"], recipe)

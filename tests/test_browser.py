@@ -1,5 +1,5 @@
-"""What a reader moves and clicks in JupyterLab, in a real browser: widgets, and the live display of
-training.
+"""What a reader moves and clicks in a real browser: in JupyterLab widgets and the live display of
+training, and the page of a run's decisions.
 
     pip install -c constraints.txt -e '.[dev,docs]'
     SCREENSHOTS=shots pytest tests/test_browser.py
@@ -9,8 +9,10 @@ of the two extras, the tests are skipped. Screenshots go to the folder that SCRE
 else to the test's own folder.
 """
 
+import base64
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -19,6 +21,7 @@ import time
 from pathlib import Path
 
 import nbformat
+import numpy as np
 import pytest
 from helpers import ROOT
 
@@ -53,6 +56,7 @@ def browser(tmp_path):
         options.add_argument(option)
     options.add_argument(f"--user-data-dir={tmp_path / 'profile'}")
     options.add_argument("--window-size=1280,1000")
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
     found = webdriver.Chrome(options=options, service=Service(DRIVER))
     yield found
     found.quit()
@@ -236,6 +240,74 @@ def status_bar(browser):
 def click_first_cell(browser):
     css(browser, ".jp-CodeCell .cm-content")[0].click()
     return css(browser, ".jp-CodeCell.jp-mod-selected")
+
+
+def text_of(browser, selector):
+    return css(browser, selector)[0].text
+
+
+def percents(text):
+    "The numbers of a text such as 62.6 % -> 0.0132 %, as probabilities."
+    return [float(number) / 100 for number in re.findall(r"([\d.]+)\s%", text)]
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+def test_the_microscope_shows_the_numbers_of_what_is_clicked(browser, shoot, width):
+    "Clicks patches and images and moves the slider, with mouse and keys; nothing jumps."
+    page = ROOT / "results/example_run/microscope.html"
+    size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 500}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    browser.get(page.as_uri())
+    steps = json.loads(page.read_text().split('id="data">')[1].split("</script>")[0])["steps"]
+    height = browser.execute_script("return document.documentElement.scrollHeight")
+
+    def table(step, prompt, name):
+        of_prompt = steps[step]["prompts"][prompt]["policies"]["ar"]
+        values = np.frombuffer(base64.b64decode(of_prompt[name]["data"]), "<f4")
+        return np.broadcast_to(values.reshape(of_prompt[name]["shape"]), (8, 272))
+
+    def check(step, prompt, image, token):
+        assert text_of(browser, "#step") == f"Step {steps[step]['step']}"
+        assert text_of(browser, "#name") == f"Token {token + 1} of 272"
+        (chosen,) = css(browser, "#images button[aria-pressed=true]")
+        assert chosen == css(browser, "#images button")[image]
+        old, new = (np.exp(table(step, prompt, name)[image, token]) for name in ("old", "after"))
+        assert percents(text_of(browser, "#change")) == pytest.approx([old, new], rel=6e-3)
+        facts = [number.text.replace("\u2212", "-") for number in css(browser, "#facts dd")]
+        assert float(facts[1]) == pytest.approx(new / old, abs=1e-4)
+        assert float(facts[3]) == pytest.approx(
+            table(step, prompt, "advantages")[image, 0], abs=0.01
+        )
+        shape = "document.documentElement.scrollHeight, document.documentElement.scrollWidth"
+        assert browser.execute_script(f"return [{shape}]") == [height, browser_width(browser)]
+
+    def press(selector, *keys):
+        css(browser, selector)[0].send_keys(*keys)
+
+    css(browser, "#images button")[1].click()
+    browser.execute_script("document.querySelectorAll('#kinds input')[1].click()")  # large grid
+    css(browser, "#cells .cell")[5].click()
+    check(0, 0, 1, 256 + 5)
+    press("#cells .cell[aria-selected=true]", Keys.ARROW_DOWN)
+    check(0, 0, 1, 256 + 9)
+    press("#slider", Keys.END)
+    check(len(steps) - 1, 0, 1, 256 + 9)
+    press("#slider", Keys.ARROW_LEFT)
+    css(browser, "#prompts label")[1].click()
+    check(len(steps) - 2, 1, 1, 256 + 9)
+    css(browser, "#images button")[6].click()
+    check(len(steps) - 2, 1, 6, 256 + 9)
+    shoot(f"microscope_{width}")
+    wait(browser, lambda: "image=7" in browser.current_url, "the address, which names the decision")
+    address = browser.current_url
+    browser.get("about:blank")
+    browser.get(address)
+    check(len(steps) - 2, 1, 6, 256 + 9)
+    assert browser.get_log("browser") == []
+
+
+def browser_width(browser):
+    return browser.execute_script("return document.documentElement.clientWidth")
 
 
 # at each frame that the browser draws: how high the live display is, and how many pictures it has

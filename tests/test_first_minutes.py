@@ -2,18 +2,20 @@
 
 import math
 import sys
+import time
 import warnings
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import ROOT
+from helpers import ROOT, coarse_compile, small_model
 from ranks import on_ranks
 from test_masked_rows import Kernel
 
 from glm_grpo.data.rollout import Terms
 from glm_grpo.model.policies import ARPolicy, DiTPolicy
+from glm_grpo.model.wrapper import GLMImageWrapper
 from glm_grpo.training.agreement import Agreement, Gap
 
 CPU = torch.device("cpu")
@@ -163,3 +165,44 @@ def test_a_peak_that_is_no_number_fails(monkeypatch):
     monkeypatch.setattr(tool.PeakMemory, "gigabytes", lambda self: math.nan)
     with pytest.raises(tool.Failed):
         tool.check_memory(CPU)
+
+
+def wait(seconds, number=1.0):
+    def work():
+        time.sleep(seconds)
+        return [torch.tensor([number, 2.0])]
+
+    return work
+
+
+@pytest.mark.parametrize(
+    ("new", "allowed", "expected"),
+    [
+        (wait(0.001), 0, "kept"),
+        (wait(0.02), 0, "dropped"),
+        (wait(0.001, 1.1), 0, "changed"),
+        (wait(0.001, 1.1), 0.06, "kept"),
+        (wait(0.001, math.nan), 0.06, "changed"),
+        (wait(0.001, 9.0), None, "kept"),
+    ],
+)
+def test_a_way_is_kept_if_it_is_faster_and_right(new, allowed, expected):
+    assert tool.Way("a way", wait(0.01), new, allowed).judge(times=3)[0] == expected
+
+
+def test_each_way_has_the_numbers_of_the_other(monkeypatch, capsys):
+    "On the small model; what is faster is no question of a test."
+    monkeypatch.setattr(torch, "compile", coarse_compile)
+    lora = {"rank": 2}
+    model = GLMImageWrapper(
+        small_model(), "both", device="cpu", lora=lora, gradient_checkpointing=True
+    )
+    ways = list(tool.ways_of(model, side=4, rows=4))
+    decode, rows, compiled, decisions, vae, update = ways
+    for way, allowed in ((decode, 0), (rows, 1e-3), (decisions, 0), (vae, 1e-5), (update, 1e-5)):
+        new = way.new()
+        assert tool.far((way.like or way.old)(), new) <= allowed and new[0].any(), way.name
+    assert 1e-4 < tool.far(compiled.old(), compiled.new()) < 0.1
+    broken = tool.Way("broken", [].pop, [].pop, 0)
+    tool.time_ways([broken])
+    assert "FAIL     broken" in capsys.readouterr().out

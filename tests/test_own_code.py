@@ -8,6 +8,7 @@ from helpers import main, read_jsonl, resume, small, told
 
 from glm_grpo.maths.loss import LOSSES, compute_grpo_loss
 from glm_grpo.run.build import check_loss
+from glm_grpo.run.microscope import read_decisions
 from glm_grpo.training.options import GRPOOptions
 
 CODE = """
@@ -149,6 +150,7 @@ def test_auto_starts_goes_on_and_sets_a_dead_run_aside(folder, capsys):
 def test_rollouts_are_saved_as_tables(folder):
     out, words = folder / "run", small(folder, "--model.component", "both", "--num_steps", 2)
     words += ["--rollout.num_inference_steps", 2, "--training.save_rollouts", 2]
+    words += ["--training.updates_per_rollout", 2]
     assert main(*words, "--output_dir", out) == 0
     lines = read_jsonl(out / "metrics.jsonl")
     for line in lines:  # the first step, and each second one
@@ -163,6 +165,17 @@ def test_rollouts_are_saved_as_tables(folder):
             of_dit[0] == pytest.approx(-of_dit[1])
             and rows[0]["ar/advantage"] == rows[1]["ar/advantage"]
         )
+    seen = read_decisions(out)  # for `microscope.html`
+    page = (out / "microscope.html").read_text(encoding="utf-8")
+    assert seen == json.loads(page.split('id="data">')[1].split("<")[0])
+    for step, line in zip(seen["steps"], lines):
+        assert step["step"] == line["step"] and step["prompts"][0]["source"].startswith("data:")
+        assert [*step["policies"]] == ["ar", "dit"]
+        assert step["policies"]["ar"]["grids"] == [[2, 2]]
+        assert step["policies"]["dit"]["names"] == ["Denoising step 1 of 2, at noise 1.00"]
+        for name, facts in step["policies"].items():
+            for ours, theirs in (("ratio", "ratio_mean"), ("clipped", "clip_fraction")):
+                assert facts[ours] == pytest.approx(line[f"{name}/{theirs}"], abs=1e-6)
 
 
 def test_the_check_of_a_loss_accepts_the_built_in_ones():

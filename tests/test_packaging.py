@@ -45,6 +45,7 @@ def test_wheel_holds_the_package_and_the_data_of_the_default_runs(wheel):
         "glm_grpo/model/published.json",
         "glm_grpo/model/card.md",
         "glm_grpo/run/page.html",
+        "glm_grpo/run/microscope.html",
     } <= set(names)
     assert "glm_grpo/py.typed" in names
     assert "glm_grpo/_data/drawings/LICENSES.md" in names

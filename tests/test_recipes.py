@@ -12,6 +12,7 @@ from glm_grpo.model.memory import PUBLISHED, layout_of
 from glm_grpo.run.command_line import parse_args
 from glm_grpo.data.prompts import T2IDataset
 from glm_grpo.run import plan
+from glm_grpo.run.config import to_yaml
 from glm_grpo.run.plan import GPUS, Step, count_work, estimate_memory, fit, read_machine
 from glm_grpo.training.options import with_options
 from glm_grpo.training.ranks import Ranks
@@ -118,22 +119,28 @@ def test_a_run_on_cuda_fixes_and_prints_what_fits(monkeypatch, tmp_path):
     config, ranks, said = parse_args(["--training.micro_batch_size", "auto"]), Ranks(), []
     assert config.model.gradient_checkpointing == "auto"
     sized = ((T2IDataset("data/t2i/train/prompts.txt"), config.data.size),)
-    on_cpu = plan.fit_run(config, sized, ranks, lambda *line: said.append(line))
+
+    def say(*line):
+        said.append(line)
+
+    on_cpu = plan.fit_run(config, sized, ranks, say)
     assert on_cpu == with_options(
         config, {"model.gradient_checkpointing": False, "training.micro_batch_size": 8}
     )
     assert said == []
     monkeypatch.setattr(plan, "pick_device", torch.device)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 8 * 10**10))
-    ranks.device, sizes = "cuda", iter([[8 * 10**10, 2 * 10**8], [8 * 10**10] * 2])
+    ranks.device, sizes = "cuda", iter([[8 * 10**10, 2 * 10**8], *[[8 * 10**10] * 2] * 3])
     monkeypatch.setattr(ranks, "gather", lambda own: next(sizes))
     config = with_options(config, {"training.batch_size": 64})
-    small, large = (plan.fit_run(config, sized, ranks, lambda *x: said.append(x)) for _ in "ab")
+    small, large = (plan.fit_run(config, sized, ranks, say) for _ in "ab")
     assert small.training.micro_batch_size < large.training.micro_batch_size == 8
     assert large.rollout.token_batch_size == 128 > small.rollout.token_batch_size
-    assert "chosen for 0 GB: model.gradient_checkpointing" in said[0][1] and len(said) == 2
+    assert "for 0 GB: model.gradient_checkpointing" in said[0][1] and len(said) == 2
     # config.yaml has the numbers, so a resumed run has no choice
-    assert plan.fit_run(large, sized, ranks, None) is not None
+    (tmp_path / "config.yaml").write_text(to_yaml(large))
+    again = parse_args(["--config", str(tmp_path / "config.yaml")])
+    assert again == large == plan.fit_run(again, sized, ranks, say)
     older = with_options(large, {"rollout.token_batch_size": None})
     older.resume = str(tmp_path)
-    assert plan.fit_run(older, sized, ranks, None) == older
+    assert plan.fit_run(older, sized, ranks, say) == older

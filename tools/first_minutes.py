@@ -1,10 +1,13 @@
-"""The first command on a new GPU: about two minutes of checks that a CPU cannot make.
+"""The first command on a new GPU: about two minutes of checks that a CPU cannot make, then up to
+eight minutes in which ways to be faster are timed.
 
     python tools/first_minutes.py
     python tools/first_minutes.py --device cpu    # skips what needs a GPU
 
 Prints one line per check: pass, FAIL or skipped, and what was found. Exit status 1: a check failed.
-The checks use the tiny model of the repository, and one of 40 layers with random weights;
+Then one line per way: kept (faster, and its numbers are right), dropped (not faster) or changed
+(other numbers). The checks use the tiny model of the repository, and one of 40 layers with random
+weights; the ways use the published widths with a quarter of the layers, which fit 24 GB.
 `python -m glm_grpo.bench --full-size` measures the published sizes afterwards.
 """
 
@@ -12,21 +15,29 @@ import argparse
 import contextlib
 import copy
 import functools
+import statistics
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from glm_grpo.bench.program import numbered, seconds_of
+from glm_grpo.bench import program
+from glm_grpo.bench.program import BenchOptions, numbered, seconds_of
 from glm_grpo.maths.noise import named_uniforms
-from glm_grpo.model.decode_step import CudaGraphs, recorder_for
+from glm_grpo.model.decode_step import CudaGraphs, called_product, recorder_for
+from glm_grpo.model import sampling
+from glm_grpo.model.denoise import CompiledBlocks, make_conditions, predict_velocity
+from glm_grpo.model.latents import decode_latents
 from glm_grpo.model.loading import pick_device
+from glm_grpo.model.memory import PUBLISHED
 from glm_grpo.model.sampling import Decisions, SamplingLoop, sample_tokens
 from glm_grpo.model.scoring import score_tokens
 from glm_grpo.model.tokens import PromptInputs, masked_attention, prepare_prompts
@@ -410,6 +421,159 @@ def check_failing_rank(device: torch.device, limit: float = 180.0) -> str:
     return "both ranks ended, with the message of the one that failed"
 
 
+# ---------------------------------------------------------------- faster ways
+
+QUARTER = PUBLISHED | {
+    "ar": PUBLISHED["ar"]
+    | {"text_config": PUBLISHED["ar"]["text_config"] | {"num_hidden_layers": 10}},
+    "dit": PUBLISHED["dit"] | {"num_layers": 8},
+}
+FASTER = 0.98  # of the seconds: less is no chance
+
+
+def load_quarter(device: torch.device) -> GLMImageWrapper:
+    "The published widths with a quarter of the layers, random weights and adapters."
+    with mock.patch.object(program, "PUBLISHED", QUARTER):
+        return program.load(BenchOptions(full_size=True, device=str(device)), "both")
+
+
+def far(old: list[Tensor], new: list[Tensor]) -> float:
+    "The largest difference, in units of the largest number."
+    return max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(new, old))
+
+
+@dataclass
+class Way:
+    "A way to compute something, and one that may be faster."
+
+    name: str
+    old: Callable[[], list[Tensor]]
+    new: Callable[[], list[Tensor]]
+    allowed: float | None  # see `far`; 0: bit for bit; None: other numbers are as right
+    like: Callable[[], list[Tensor]] | None = None  # what the new way must give; None: the old one
+
+    def judge(self, times: int = 5) -> tuple[str, str]:
+        "(kept, dropped or changed; what was found). Both take turns."
+        difference = far((self.like or self.old)(), self.new())
+        self.old()
+        turns = [(seconds_of(self.old), seconds_of(self.new)) for _ in range(times)]
+        before, after = (statistics.median(seconds) for seconds in zip(*turns))
+        found = f"{1000 * before:.1f} -> {1000 * after:.1f} ms ({before / after:.2f} x), "
+        found += "same bits" if difference == 0 else f"differs by {difference:.1g}"
+        if self.allowed is not None and not difference <= self.allowed:  # also NaN
+            return "changed", found
+        return "kept" if after < FASTER * before else "dropped", found
+
+
+def token_ways(model: GLMImageWrapper, size: int, rows: int) -> Iterator[Way]:
+    "Products of the decode step together or one by one; rows together or a quarter at a time."
+    inputs = prepare_prompts(model.processor, model.ar, PROMPTS[:1], size, size)
+    uniforms = named_uniforms([f"way|{i}" for i in range(rows)], inputs.num_tokens)
+
+    @torch.no_grad()
+    def sample(number, at_once):
+        parts = []
+        for part in uniforms[:number].split(at_once):
+            index = torch.zeros(len(part), dtype=torch.long)
+            how = inputs, index, part, *PUBLISHED_SAMPLING.values()
+            sampled = sample_tokens(model.ar, *how)
+            parts.append((sampled.token_ids.float(), sampled.logprobs))
+        return [torch.cat(values) for values in zip(*parts)]
+
+    def apart(*numbers):
+        with mock.patch.object(sampling, "joined_product", called_product):
+            return sample(*numbers)
+
+    few = rows // 4
+    one_by_one, together = (functools.partial(way, few, few) for way in (apart, sample))
+    yield Way(f"decode step of {few} rows, joined products", one_by_one, together, 0)
+    quarters, at_once = (functools.partial(sample, rows, number) for number in (few, rows))
+    yield Way(f"{rows} rows of tokens at a time, not {few}", quarters, at_once, None)
+
+
+def velocity_ways(model: GLMImageWrapper, side: int) -> Iterator[Way]:
+    "A DiT step of an image with guidance: blocks as they are written, or compiled."
+    dit, device = model.dit, model.device
+    large = torch.zeros(1, side**2, dtype=torch.long, device=device)
+    glyph = torch.zeros(1, dit.config.text_embed_dim, device=device, dtype=dit.dtype)
+    conditions = make_conditions(model.pipe, large, (side, side), [glyph], glyph)
+    shape = 1, dit.config.in_channels, 4 * side, 4 * side
+    latents = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(device)
+    asked = dit, conditions, latents, torch.tensor(500.0, device=device)
+
+    def velocity(way, gradients):
+        with torch.set_grad_enabled(gradients):
+            return [way(*asked).detach().float()]
+
+    compiled = CompiledBlocks(dit)
+    ways = {}
+    for gradients in (False, True):
+        ways["eager", gradients] = functools.partial(velocity, predict_velocity, gradients)
+        ways["compiled", gradients] = functools.partial(velocity, compiled.velocity, gradients)
+    pair = ways["eager", False], ways["compiled", False]
+    yield Way("DiT compiled, steps that are not scored", *pair, 0.05)
+    # decisions are sampled without gradients and scored with them: only equal bits count
+    pair = ways["eager", True], ways["compiled", True]
+    yield Way("DiT compiled, decisions", *pair, 0, like=ways["compiled", False])
+
+
+def decoding_way(model: GLMImageWrapper, side: int) -> Way:
+    "The VAE of an image, pixels in the order of channels (NCHW) or channels last (NHWC)."
+    vae, channels = model.pipe.vae, model.dit.config.in_channels
+    latents = torch.randn((1, channels, side, side), generator=torch.Generator().manual_seed(0))
+
+    @torch.no_grad()
+    def decode(order):
+        placed = latents.to(model.device).contiguous(memory_format=order)
+        return [decode_latents(model.pipe, placed)]
+
+    def last():
+        vae.to(memory_format=torch.channels_last)
+        try:
+            return decode(torch.channels_last)
+        finally:
+            vae.to(memory_format=torch.contiguous_format)
+
+    first = functools.partial(decode, torch.contiguous_format)
+    return Way(f"VAE in channels_last, {8 * side} px", first, last, 0.05)
+
+
+def update_way(model: GLMImageWrapper, size: int) -> Way:
+    "The gradients of two images, with gradient checkpointing and without."
+    options = BenchOptions(image_size=size, prompts=1, group=2, num_inference_steps=4)
+    options = replace(options, micro_batch=2)
+    trainer = program.make_trainer("ours", model, options, compile=False)
+    minibatch = next(trainer.learner.minibatches(trainer.collect({"prompts": PROMPTS[:1]}), 0))
+
+    def gradients(again):
+        model.gradient_checkpointing = model.dit.gradient_checkpointing = again
+        trainer.learner.gradients(minibatch)
+        weights = [weight.grad.float() for weight in model.get_trainable_parameters()]
+        trainer.optimizer.zero_grad()
+        return [weight for weight in weights if weight.any()]
+
+    twice, once = (functools.partial(gradients, again) for again in (True, False))
+    return Way(f"update without checkpointing, {size} px", twice, once, 0.05)
+
+
+def ways_of(model: GLMImageWrapper, side: int, rows: int) -> Iterator[Way]:
+    "The ways for images of side x side tokens of the large grid, and up to so many rows."
+    yield from token_ways(model, 8 * side, rows)
+    yield from velocity_ways(model, side)
+    yield decoding_way(model, 4 * side)
+    yield update_way(model, 16 * side)
+
+
+def time_ways(ways: Iterator[Way], times: int = 5) -> None:
+    "Print a line for each way."
+    for way in ways:
+        try:
+            verdict, found = way.judge(times)
+        except Exception as error:  # a compiler that is missing, a GPU that is too small
+            verdict, found = "FAIL", f"{type(error).__name__}: {str(error).strip()[:200]}"
+        print(f"{verdict:<8} {way.name:<44} {found}", flush=True)
+
+
 # ---------------------------------------------------------------- the program
 
 
@@ -458,6 +622,8 @@ def main(argv: list[str] | None = None) -> int:
         print(f"{verdict:<8} {name:<44} {found}", flush=True)
     passed, failed, skipped = map(verdicts.count, ("pass", "FAIL", "skipped"))
     print(f"{passed} passed, {failed} failed, {skipped} skipped")
+    if device.type == "cuda":
+        time_ways(ways_of(load_quarter(device), side=32, rows=128))
     return 1 if failed else 0
 
 

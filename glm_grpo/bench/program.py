@@ -196,9 +196,11 @@ def make_trainer(
     way: str,  # "ours"; "finished images": ours on these
     model: GLMImageWrapper,
     options: BenchOptions,
+    **changes: Any,  # options of the trainer
 ) -> MinimalGRPOTrainer:
     "Our trainer, without data: its steps get their prompts."
-    half, times = model.component, min(4, int(0.9 * options.num_inference_steps) - 1)
+    half = model.component
+    times = min(4, int(0.9 * options.num_inference_steps) - 1)
     finished: dict[str, Any] = {"dit_objective": "matching", "matching_times": times}
     return MinimalGRPOTrainer(
         model,
@@ -212,6 +214,7 @@ def make_trainer(
         callbacks=[],
         **same_options(half, options),
         **(finished if way == "finished images" else {}),
+        **changes,
     )
 
 
@@ -221,7 +224,9 @@ def make_step(
     options: BenchOptions,
 ) -> Callable[[], dict]:  # a training step -> metrics
     "A step of the token policy with a reference model, or of the denoising policy without one."
-    prompts, half, config = read_prompts(options), model.component, model.ar.generation_config
+    prompts = read_prompts(options)
+    half = model.component
+    config = model.ar.generation_config
     if way != "image by image":
         trainer = make_trainer(way, model, options)
         return lambda: trainer.train_step({"prompts": prompts})
@@ -257,7 +262,7 @@ class Parts:
         self.seconds: dict[str, float] = defaultdict(float)
         self.flop: dict[str, float] = defaultdict(float)
         self.count = count
-        self.running: list[str] = []
+        self.running = ["none"]  # the parts that are running, the innermost last
 
     def timed(self, part: str, work: Callable) -> Callable:
         "This function, as a part of the step."
@@ -273,11 +278,12 @@ class Parts:
                 result = work(*args, **kwargs)
                 seconds = timer() - start
             self.running.pop()
-            around = self.running[-1] if self.running else "none"
-            flop = counter.get_total_flops() if counter else 0
-            for place, sign in ((part, 1), (around, -1)):
-                self.seconds[place] += sign * seconds
-                self.flop[place] += sign * flop
+            around = self.running[-1]
+            self.seconds[part] += seconds
+            self.seconds[around] -= seconds
+            if counter:
+                self.flop[part] += counter.get_total_flops()
+                self.flop[around] -= counter.get_total_flops()
             return result
 
         return call
@@ -300,14 +306,13 @@ class Parts:
 # %% ../../nbs/7_bench/01_bench.ipynb #parts4
 def measured_speeds(device: str) -> tuple[float, float]:  # bytes and FLOP per second
     "What a copy, read and written, and one large product reach on this machine."
-    large = device.startswith("cuda")
-    source = torch.empty(2**30 if large else 2**22, dtype=torch.bfloat16, device=device)
-    side = 8192 if large else 512
+    number, side = (2**29, 8192) if device.startswith("cuda") else (2**21, 512)
+    source = torch.zeros(number, device=device)
     seeded = torch.Generator(device).manual_seed(0)  # ones would need less power than numbers do
     factor = torch.randn(side, side, generator=seeded, device=device)
-    factor = factor.bfloat16() if large else factor
-    copy_of = torch.empty_like(source)
-    copied = min(seconds_of(lambda: copy_of.copy_(source)) for _ in range(5))
+    if device.startswith("cuda"):
+        factor = factor.bfloat16()
+    copied = min(seconds_of(source.clone) for _ in range(5))
     multiplied = min(seconds_of(lambda: factor @ factor) for _ in range(5))
     return 2 * source.nbytes / copied, 2 * side**3 / multiplied
 
@@ -315,19 +320,14 @@ def measured_speeds(device: str) -> tuple[float, float]:  # bytes and FLOP per s
 def token_floor(
     model: GLMImageWrapper,
     rows: int,
-    columns: int,  # of a prompt and its image
-    new: int,  # tokens that are sampled
-    speeds: tuple[float, float],
+    speeds: tuple[float, float],  # bytes and FLOP per second
 ) -> float:  # seconds
-    "Each token reads the weights and half of the columns, or computes with the weights."
-    config, (copy_speed, product_speed) = model.ar.config.text_config, speeds
+    "A token reads the weights once for all rows, or computes with them for each."
     layers = model.ar.model.language_model.layers
     weights = [*layers.parameters(), *model.ar.lm_head.parameters()]
     numbers = sum(weight.numel() for weight in weights)
-    head = config.hidden_size // config.num_attention_heads
-    cache = 2 * len(layers) * config.num_key_value_heads * head * rows * (columns - new / 2)
-    read = (numbers + cache) * model.dtype.itemsize / copy_speed
-    return new * max(read, 2 * numbers * rows / product_speed)
+    read = numbers * model.dtype.itemsize / speeds[0]
+    return max(read, 2 * numbers * rows / speeds[1])
 
 
 PARTS = "tokens", "DiT", "VAE", "old log-probs", "update", "statistics", "rest"
@@ -343,9 +343,13 @@ def split_step(
     options: BenchOptions,
 ) -> list[str]:  # rows of the table
     "Seconds of the parts of a training step, each against its floor, and published speeds."
-    batch, trainer = {"prompts": read_prompts(options)}, make_trainer("ours", model, options)
+    batch = {"prompts": read_prompts(options)}
     counted, parts = Parts(count=True), Parts()
-    counted.step(trainer, batch)  # the first one, which is slower, scores old log-probs
+    first = {"window_kind": "first"}  # no image shares a step: each denoises all of them
+    # the first step scores old log-probs; compiled code shows no operators
+    counted.step(make_trainer("ours", model, options, compile=False, **first), batch)
+    trainer = make_trainer("ours", model, options, **first)
+    trainer.train_step(batch)  # slower: it compiles
     parts.step(trainer, batch)
     step = sum(parts.seconds[part] for part in PARTS)
     experience = trainer.last_experience
@@ -356,16 +360,17 @@ def split_step(
         old(samples, options.micro_batch)
         counted.timed("scoring", model.score_denoising)(rollout, options.micro_batch)
     parts.timed("statistics", image_numbers)(rollout.image_tensors, trainer.images_per_prompt)
-    speeds, host = measured_speeds(options.device), measured_speeds("cpu")
+    speeds = measured_speeds(options.device)
+    host = measured_speeds("cpu")
     scoring = counted.flop["old log-probs"] + counted.flop["scoring"]
     floors = {part: counted.flop[part] / speeds[1] for part in PARTS} | {
         "update": 2 * scoring / speeds[1],
         "statistics": rollout.image_tensors.nbytes / host[0],
     }
-    new = samples["token_ids"].shape[1]
-    columns = samples.tokens.prompt_inputs.input_ids.shape[1] + new
-    floors["tokens"] = token_floor(model, len(samples), columns, new, speeds)
-    size, images = options.image_size, len(rollout)
+    new_tokens = samples["token_ids"].shape[1]
+    floors["tokens"] = new_tokens * token_floor(model, len(samples), speeds)
+    size = options.image_size
+    images = len(rollout)
     rows = []
     for part in PARTS[:-1]:
         name = f"{part}, {images} images of {size} px (plain: the floor)"
@@ -465,7 +470,8 @@ def measure_all(
     if half != "both":
         name = f"a training step of {images}"
         return rows + compare(name, make_step, half, "image by image", options)
-    peak, model = PeakMemory(options.device), load(options, half)
+    peak = PeakMemory(options.device)
+    model = load(options, half)
     for size, prompts, group, micro in steps:
         sizes = {"image_size": size, "prompts": prompts, "group": group, "micro_batch": micro}
         rows += split_step(model, replace(options, **sizes))

@@ -55,7 +55,8 @@ def error_text(error: BaseException) -> str:
 
 def _module_name(file: Path) -> str:
     "The file's own name, if a process that the code starts finds this file by it."
-    name, loaded = file.stem, sys.modules.get(file.stem)
+    name = file.stem
+    loaded = sys.modules.get(file.stem)
     spec = PathFinder.find_spec(name, [*sys.path, str(file.parent)])
     places = [spec and spec.origin, getattr(loaded, "__file__", str(file))]
     return name if places == [str(file)] * 2 else f"code_file_{name}"

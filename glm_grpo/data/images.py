@@ -59,12 +59,14 @@ def tensor_to_pil(
 def image_address(
     image: Image.Image,
     side: int,  # pixels: a longer side is reduced to it
+    form: str = "JPEG",  # or WEBP, a third of it for drawings
 ) -> str:
-    "A JPEG as an address that holds the image itself, for a page that needs no other file."
-    small, data = _eight_bits(image).convert("RGB"), io.BytesIO()
+    "An address that holds the image itself, for a page that needs no other file."
+    small = _eight_bits(image).convert("RGB")
+    data = io.BytesIO()
     small.thumbnail((side, side))
-    small.save(data, "JPEG", quality=90, subsampling=0)
-    return f"data:image/jpeg;base64,{base64.b64encode(data.getvalue()).decode()}"
+    small.save(data, form, quality=90, subsampling=0)
+    return f"data:image/{form.lower()};base64,{base64.b64encode(data.getvalue()).decode()}"
 
 
 def images_html(
@@ -167,7 +169,8 @@ def match_images(
     if len(keys) < len(files) or len({match[1] for match in numbered}) > 1:  # not one prefix
         keys = [_slug(file.stem) for file in files]
         wanted = [_slug(prompt) for prompt in prompts]
-    images, needed = dict(zip(keys, files)), set(wanted)
+    images = dict(zip(keys, files))
+    needed = set(wanted)
     odd = [f"line {i}" for i, key in enumerate(wanted, 1) if key not in images]
     odd += [file.name for key, file in zip(keys, files) if images[key] != file or key not in needed]
     if odd:

@@ -115,7 +115,8 @@ def read_entries(
 
     def walk(section, prefix=""):
         for key, node in section.value:
-            name, where = f"{prefix}{key.value}", f"{file}, line {key.start_mark.line + 1}: "
+            name = f"{prefix}{key.value}"
+            where = f"{file}, line {key.start_mark.line + 1}: "
             if isinstance(node, yaml.MappingNode) and name not in options:
                 walk(node, f"{name}.")
                 continue

@@ -168,7 +168,8 @@ _JSON |= dict.fromkeys(("text", "texts"), ('["', "['"))
 def _table_records(rows, path):
     """The rows of a table as records, and notes on how its columns were read. UserError: no row,
     or no column has the prompts."""
-    first, records = rows[0] if rows else {}, []
+    first = rows[0] if rows else {}
+    records = []
     columns = _keys(first, rows)
     names = {name.strip().lower(): name for name in first}
     if "prompt" not in columns:
@@ -178,7 +179,8 @@ def _table_records(rows, path):
         )
     for number, row in enumerate(rows, 1):
         for name in _JSON.keys() & names.keys():
-            column, value = names[name], row[names[name]]
+            column = names[name]
+            value = row[names[name]]
             is_json = isinstance(value, str) and value.startswith(_JSON[name])
             if is_json and column != columns["prompt"]:
                 row[column] = _parse_json(value, f"{path}, row {number}, {column}")
@@ -201,7 +203,8 @@ def _table_records(rows, path):
 def _read_csv(path):
     "The records of a CSV file, whose cells are strings, and notes. UserError names the row."
     text = read_text(path)
-    head, rows = text.split("\n", 1)[0], []
+    head = text.split("\n", 1)[0]
+    rows = []
     is_tsv = path.suffix.lower() == ".tsv"
     separator = "\t" if is_tsv else max(",;\t", key=head.count)
     plain = is_tsv and '"' not in head  # quotes are letters
@@ -371,7 +374,8 @@ def read_rows(
     notes: list[str] = []
     for name in ("train_metadata.jsonl", "train.txt"):  # a dataset of Flow-GRPO
         if os.path.isfile(path / name) and len(read_lines(path / name)) > 1:
-            path, notes = path / name, ["split 'train'"]
+            path = path / name
+            notes = ["split 'train'"]
     suffix = path.suffix.lower()
     if suffix in _NOT_READ:
         raise UserError(
@@ -639,7 +643,8 @@ def as_batch(
             f"perhaps target_images, source_images and metadata; this one has {[*named]}. "
             "T2IDataset and I2IDataset make such batches."
         )
-    targets, metadata = named.get("target_images"), named.get("metadata")
+    targets = named.get("target_images")
+    metadata = named.get("metadata")
     if isinstance(targets, (list, tuple)):  # PIL images, tensors or None
         if not targets or targets[0] is None:
             targets = None

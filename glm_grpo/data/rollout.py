@@ -152,6 +152,7 @@ class Samples:
     decisions: int | None = None  # T, where chunks hold fewer of them
     # what `score` gives; of log-ratios and surrogates the old ones are 0
     kind: Literal["logprobs", "log_ratios", "surrogates"] = "logprobs"
+    places: Tensor | None = per_row(default=None)  # [n] int64: where they stood in the step
 
     def __len__(self):
         return len(self.rollout)

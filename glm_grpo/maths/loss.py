@@ -67,7 +67,8 @@ def reinforce_loss(log_ratio, new_logprobs, advantages, clip) -> tuple[Tensor, T
 def dppo_loss(log_ratio, new_logprobs, advantages, clip) -> tuple[Tensor, Tensor]:
     """Nothing is clipped. A decision that is far from the old policy is dropped if its step leads
     further away. 2606.11025; tokens: 2602.04879, with KL >= 2 (p - p_old)^2."""
-    change, kl = torch.expm1(log_ratio), clip.kl_old
+    change = torch.expm1(log_ratio)
+    kl = clip.kl_old
     if kl is None:
         p = new_logprobs.detach()
         kl = 2 * (p.exp() - (p - log_ratio.detach()).exp()) ** 2

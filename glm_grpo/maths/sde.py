@@ -53,7 +53,8 @@ def step_coefficients(
     ValueError: unknown type, index or noise level out of range."""
     sigmas = _numbers(sigmas)
     _check_step(sigmas, index, noise_level, sde_type)
-    now, then = sigmas[index], sigmas[index + 1]
+    now = sigmas[index]
+    then = sigmas[index + 1]
     dt = then - now  # negative
     if sde_type == "churn":  # the Euler step goes on to `beyond`; then noise is added
         beyond = then / (1 + noise_level * (1 - then))
@@ -63,12 +64,14 @@ def step_coefficients(
             return std, scale, scale * (beyond - now)
     elif sde_type == "cps":
         angle = noise_level * math.pi / 2
-        std, kept = then * math.sin(angle), then * math.cos(angle)
+        std = then * math.sin(angle)
+        kept = then * math.cos(angle)
     else:
         g = noise_level
         if sde_type == "sde":  # at sigma 1 the denominator has the schedule's second sigma
             g *= math.sqrt(now / (1 - (sigmas[1] if now == 1 else now)))
-        std, kept = g * math.sqrt(-dt), then + g**2 * dt / (2 * now)
+        std = g * math.sqrt(-dt)
+        kept = then + g**2 * dt / (2 * now)
     if std == 0:
         return 0.0, 1.0, dt  # the Euler step, bit for bit
     return std, 1 - then + kept, kept * (1 - now) - (1 - then) * now

@@ -71,7 +71,8 @@ def compute_in_half_precision(
             if len(active) != 1 or kwargs or x.dtype == torch.float32:
                 return super().forward(x, *args, **kwargs)
             [name] = active
-            down, up = self.lora_A[name].weight, self.lora_B[name].weight * self.scaling[name]
+            down = self.lora_A[name].weight
+            up = self.lora_B[name].weight * self.scaling[name]
             inner = F.linear(x, down.to(x.dtype)).flatten(0, -2)
             y = self.base_layer(x.flatten(0, -2), *args)
             # in place, as `addmm` would copy y first; y is no view, whose gradient would be copied
@@ -94,7 +95,8 @@ def adapted_layers(
     for name, layer in model.named_modules():
         match = re.fullmatch(f"{prefix}(.*)", name)
         if match and isinstance(layer, torch.nn.Linear):
-            layers[name], places[name] = layer, f".{match[1]}"
+            layers[name] = layer
+            places[name] = f".{match[1]}"
     for name in names or [""]:
         if not any(place.endswith(f".{name}") for place in places.values()):
             raise UserError(
@@ -158,7 +160,8 @@ def read_adapter(
     file = Path(folder, "adapter_model.safetensors")
     try:
         config = json.loads(Path(folder, "adapter_config.json").read_text(encoding="utf-8"))
-        tensors, names = load_file(file), config["target_modules"]
+        tensors = load_file(file)
+        names = config["target_modules"]
         if isinstance(names, str):  # the regular expression of older versions ends with (a|b|c)
             match = re.fullmatch(r".*\((.*)\)", names)
             names = match[1].replace("\\", "").split("|")  # type: ignore[index]  # is caught

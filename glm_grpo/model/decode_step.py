@@ -44,7 +44,8 @@ def merged_product(
     weight = torch.cat(weights).detach()
     bias = None if biases[0] is None else torch.cat(biases).detach()
     in_float32 = weight.device.type == "cpu" and weight.dtype == torch.float32
-    onednn, names = torch.ops.mkldnn, ("_reorder_linear_weight", "_linear_pointwise")
+    onednn = torch.ops.mkldnn
+    names = ("_reorder_linear_weight", "_linear_pointwise")
     # no public function keeps a weight in oneDNN's own layout; torch.compile uses these two:
     # https://github.com/pytorch/pytorch/blob/main/torch/_inductor/fx_passes/mkldnn_fusion.py
     if in_float32 and all(hasattr(onednn, name) for name in names):
@@ -86,44 +87,36 @@ def called_product(
     return lambda x: plain(x).addmm_(F.linear(x, down), up)  # `addmm` would copy first
 
 # %% ../../nbs/3_model/02_decode_step.ipynb #jp02
-def _rounded_up(rows: int) -> int:
-    return -(-rows // 8) * 8  # the next multiple of 8
-
-
 def lay_together(
     linears: list[Any],  # layers with the same input
 ) -> None:
     "Make frozen weights views of one matrix, with room for the matrices A of their adapters."
     weights = [getattr(linear, "base_layer", linear).weight for linear in linears]
     adapters = [A for linear in linears for A in getattr(linear, "lora_A", {}).values()]
-    room = _rounded_up(sum(len(A.weight) for A in adapters))
-    if any(weight.requires_grad for weight in weights) or len(weights) + room == 1:
+    rank = sum(A.out_features for A in adapters)
+    if any(weight.requires_grad for weight in weights) or len(weights) + rank == 1:
         return
-    lengths = [len(weight) for weight in weights]
-    matrix = weights[0].data.new_zeros(sum(lengths) + room, weights[0].shape[1])
-    for weight, rows in zip(weights, matrix.split([*lengths, room])):
-        weight.data = rows.copy_(weight.data)
-    weights[0].room_behind = room
+    room = weights[0].new_zeros(rank + -rank % 8, weights[0].shape[1])
+    matrix = torch.cat([*weights, room])
+    for weight, rows in zip(weights, matrix.split([len(weight) for weight in weights + [room]])):
+        weight.data = rows
+    weights[0].joined = matrix.shape, _places(weights)
+
+
+def _places(weights: list[Any]) -> list[tuple[int, int, int]]:
+    memories = [weight.untyped_storage() for weight in weights]
+    offsets = [weight.storage_offset() for weight in weights]
+    return [(m.data_ptr(), m.nbytes(), offset) for m, offset in zip(memories, offsets)]
 
 
 def joined_matrix(
     weights: list[Any],  # of layers with the same input
 ) -> Tensor | None:  # [outputs of all layers + room, inputs], in the weights' own memory
     "The matrix that `lay_together` made; None: it did not, or the weights have moved since."
-    first, start = weights[0], 0
-    room = getattr(first, "room_behind", None)  # a copy of the model has no such mark
-    if room is None:
+    mark = getattr(weights[0], "joined", None)  # a copy of the model has none
+    if mark is None or mark[1] != _places(weights):
         return None
-    memory = first.untyped_storage()
-    for weight in weights:
-        at = weight.storage_offset(), weight.untyped_storage().data_ptr()
-        if at != (start, memory.data_ptr()):
-            return None
-        start += weight.numel()
-    shape = start // first.shape[1] + room, first.shape[1]
-    if memory.nbytes() != shape[0] * shape[1] * first.element_size():
-        return None
-    return first.data.as_strided(shape, (shape[1], 1), 0)
+    return weights[0].data.as_strided(mark[0], (mark[0][1], 1), 0)
 
 # %% ../../nbs/3_model/02_decode_step.ipynb #jp04
 def joined_product(
@@ -131,22 +124,26 @@ def joined_product(
 ) -> Product:
     "As `called_product`; where weights lie together, they and all A are one product."
     bases = [getattr(linear, "base_layer", linear) for linear in linears]
-    matrix, matrices = joined_matrix([base.weight for base in bases]), _adapter_matrices(linears)
-    total, rank = sum(base.out_features for base in bases), 0 if not matrices else len(matrices[0])
-    rows = total + _rounded_up(rank)
-    if matrix is None or len(matrix) < rows:  # the second: adapters came after `lay_together`
+    matrix = joined_matrix([base.weight for base in bases])
+    if matrix is None:
         return called_product(linears)
-    matrix, bias = matrix[:rows], None
+    total = sum(base.out_features for base in bases)
+    bias = None
     if bases[0].bias is not None:
-        bias = torch.cat([*[base.bias for base in bases], matrix.new_zeros(rows - total)])
+        bias = torch.cat([base.bias for base in bases])
+        bias = F.pad(bias, (0, len(matrix) - total))
+    matrices = _adapter_matrices(linears)
     if matrices is None:
-        return lambda x: F.linear(x, matrix, bias)
+        return lambda x: F.linear(x, matrix, bias)[:, :total]
     down, up = matrices
-    matrix[total : total + rank] = down
+    inner = slice(total, total + len(down))
+    if len(matrix) < inner.stop:  # adapters came after `lay_together`
+        return called_product(linears)
+    matrix[inner] = down
 
     def product(x):
         y = F.linear(x, matrix, bias)
-        return y[:, :total].addmm_(y[:, total : total + rank], up)
+        return y[:, :total].addmm_(y[:, inner], up)
 
     return product
 
@@ -230,7 +227,8 @@ class CudaGraphs:
     def warm_up(self, step: Callable[[], object], times: int) -> None:
         "Call the step for real, `times` times."
         with torch.cuda.device(self.device):
-            here, aside = torch.cuda.current_stream(), side_stream(torch.cuda.current_device())
+            here = torch.cuda.current_stream()
+            aside = side_stream(torch.cuda.current_device())
             aside.wait_stream(here)
             with torch.cuda.stream(aside):
                 for _ in range(times):
@@ -239,9 +237,11 @@ class CudaGraphs:
 
     def record(self, step: Callable[[], object]) -> Callable[[], object]:
         "Record the step without effect; the result replays it. RuntimeError: not recordable."
-        graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        pool = torch.cuda.graph_pool_handle()
         with torch.cuda.device(self.device):
-            here, index = torch.cuda.current_stream(), torch.cuda.current_device()
+            here = torch.cuda.current_stream()
+            index = torch.cuda.current_device()
             aside = side_stream(index)
             try:
                 # rewards may use the GPU in other threads meanwhile

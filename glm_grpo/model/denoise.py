@@ -52,7 +52,8 @@ def make_conditions(
     sources: list[list[Source]] | None = None,
 ) -> Conditions:
     "Inputs that are the same at every step. Sources have a gradient where gradients are enabled."
-    dit, n = parts.transformer, len(large_ids)
+    dit = parts.transformer
+    n = len(large_ids)
     token_side = 2 * dit.config.patch_size * parts.vae_scale_factor  # pixels
     return Conditions(
         token_ids=upsample_tokens(large_ids.to(dit.device), *grid),
@@ -77,7 +78,8 @@ def predict_velocity(
 
     def ask(latents, glyphs, dropped, sources=None):
         "One call of the DiT with N or 2N rows, which hides the tokens of the dropped rows."
-        rows, times = len(latents), len(latents) // len(c.token_ids)
+        rows = len(latents)
+        times = len(latents) // len(c.token_ids)
         velocity = transformer(
             hidden_states=latents.to(transformer.dtype),
             encoder_hidden_states=glyphs,
@@ -100,7 +102,8 @@ def predict_velocity(
         # one call is not faster on a CPU, and would round differently from the pipeline
         together = latents.device.type != "cpu"
     if together and c.sources is None and c.glyphs.shape == c.no_glyphs.shape:
-        twice, both = torch.cat([latents] * 2), torch.cat([c.glyphs, c.no_glyphs])
+        twice = torch.cat([latents] * 2)
+        both = torch.cat([c.glyphs, c.no_glyphs])
         second_half = all_rows + len(latents)
         guided, plain = ask(twice, both, second_half).chunk(2)
     else:
@@ -117,8 +120,11 @@ class CompiledBlocks:
         transformer: Any,  # the DiT, also with adapters
         backend: Any = "inductor",  # as in `torch.compile`
     ):
-        self.blocks, self.used = list(transformer.transformer_blocks), False
-        self.calls = [torch.compile(block._call_impl, backend=backend) for block in self.blocks]
+        self.blocks = list(transformer.transformer_blocks)
+        self.used = False
+        # dynamic: code for any number of rows, words and patches, apart from 1
+        how = {"backend": backend, "dynamic": True}
+        self.calls = [torch.compile(block._call_impl, **how) for block in self.blocks]
 
     def velocity(self, *inputs: Any) -> Tensor:  # inputs of `predict_velocity`
         "`predict_velocity` without gradients. A line before the first, which takes minutes."
@@ -272,7 +278,9 @@ def sample_latents(
     Returns latents [N, C, 4h, 4w]; with decisions also latents_before, latents_after,
     latents_means [N, D, C, 4h, 4w] and latents_logprobs [N, D].
     """
-    dit, clocks, N = parts.transformer, _clocks(parts, inputs), len(inputs.prompts)
+    dit = parts.transformer
+    clocks = _clocks(parts, inputs)
+    N = len(inputs.prompts)
     kept = "latents_before", "latents_after", "latents_means", "latents_logprobs"
     out: dict[str, Tensor] = {}
     for rows, conditions in _batches(parts, inputs, batch_size, micro_batch_size):

@@ -124,7 +124,8 @@ def encode_sources(
     mean, std = latent_statistics(parts.vae)
     sources = []
     for image, (token_ids, grid) in zip(images, tokens):
-        height, width = 32 * grid[0], 32 * grid[1]
+        height = 32 * grid[0]
+        width = 32 * grid[1]
         if image.size != (width, height):
             raise UserError(
                 f"a source image has {image.size} pixels, but the model reads {(width, height)}: "
@@ -152,8 +153,10 @@ def source_cache(
     # rows with the same sources share one pass
     names = [tuple(map(id, row)) for row in sources]
     different = list(dict.fromkeys(names))
-    rows, first = list(map(different.index, names)), list(map(names.index, different))
-    dit, n = parts.transformer, len(first)
+    rows = list(map(different.index, names))
+    first = list(map(names.index, different))
+    dit = parts.transformer
+    n = len(first)
     caches: Any = GlmImageKVCache(dit.config.num_layers)
     caches.set_mode("write")
     # with gradient checkpointing, a second forward would write a second time

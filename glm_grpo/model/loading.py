@@ -209,7 +209,8 @@ def sampling_notes(
             "rollout.temperature and rollout.top_p; an export has what was trained."
         )
         return
-    top_k, codebook = read_settings(file).get("top_k"), 0
+    top_k = read_settings(file).get("top_k")
+    codebook = 0
     with contextlib.suppress(KeyError, TypeError):
         codebook = read_settings(part / "config.json")["vq_config"]["num_embeddings"]
     if isinstance(top_k, int) and 0 < top_k < codebook:

@@ -168,7 +168,8 @@ def move_to_host(
     for weight in weights:
         starts.append(size)
         size += -(-weight.nbytes // 64) * 64
-    block, copies = torch.empty(size, dtype=torch.uint8), []
+    block = torch.empty(size, dtype=torch.uint8)
+    copies = []
     for start, weight in zip(starts, weights):
         place = block[start : start + weight.nbytes].view(weight.dtype).view(weight.shape)
         copies.append(place.copy_(weight.detach()))
@@ -296,7 +297,8 @@ def bytes_per_sample(
     dtype: torch.dtype,  # the model's
 ) -> int:
     "Memory that a sample takes while its tokens are sampled."
-    text, codebook_size = config.text_config, config.vq_config.num_embeddings
+    text = config.text_config
+    codebook_size = config.vq_config.num_embeddings
     head_dim = text.hidden_size // text.num_attention_heads
     numbers = 2 * text.num_hidden_layers * text.num_key_value_heads * head_dim
     columns = inputs.input_ids.shape[1] + inputs.num_tokens

@@ -52,7 +52,8 @@ class Denoising:
 
     def decision(self, j: int) -> "Denoising":
         "The same with one decision only."
-        at, kept = slice(j, j + 1), {}
+        at = slice(j, j + 1)
+        kept = {}
         for name in ("latents_before", "latents_after", "latents_means"):
             kept[name] = getattr(self, name)
         kept |= {"old_velocities": self.old_velocities, "slow_velocities": self.slow_velocities}
@@ -152,7 +153,8 @@ class Objective:
 
     def samples(self, rollout: Rollout) -> Samples:
         "Each image is a sample; a group is the images of the same tokens. UserError: no decision."
-        count, old = len(rollout.denoising.decisions), rollout.latents_logprobs
+        count = len(rollout.denoising.decisions)
+        old = rollout.latents_logprobs
         if not count:
             raise UserError(
                 "the denoising policy has nothing to learn from: no step added noise. Take at "
@@ -200,7 +202,8 @@ class Objective:
 
     def stds(self, denoising: Denoising) -> list[float]:
         "Standard deviation of the noise of each decision."
-        level, kind = self.options.noise_level, self.options.sde_type
+        level = self.options.noise_level
+        kind = self.options.sde_type
         sigmas = cast(Tensor, denoising.sigmas)
         return [step_coefficients(sigmas, i, level, kind)[0] for i in denoising.decisions]
 
@@ -249,7 +252,8 @@ class NoisySteps(Objective):
         "For Flow-DPPO (arXiv 2606.11025) the exact KL to the policy that sampled."
         if grpo.loss_type != "dppo":
             return {}
-        kept, means = samples.rollout.denoising, scores[1].detach()
+        kept = samples.rollout.denoising
+        means = scores[1].detach()
         steps = zip(means.unbind(1), kept.latents_means.unbind(1), self.stds(kept))
         return {"kl_old": torch.stack([gaussian_kl(*step) for step in steps], 1)}
 
@@ -259,7 +263,8 @@ class NoisySteps(Objective):
         if self.kind == "logprobs":
             return scores[0]
         added = (denoising.latents_after - denoising.latents_means).unbind(1)
-        means, old_means = scores[1].unbind(1), denoising.latents_means.unbind(1)
+        means = scores[1].unbind(1)
+        old_means = denoising.latents_means.unbind(1)
         log_ratios = []
         for noise, mean, old_mean, std in zip(added, means, old_means, self.stds(denoising)):
             log_ratios.append(ratio_norm(noise / std, mean, old_mean))
@@ -300,7 +305,8 @@ class Matching(Objective):
 
     def keep(self, model, rollout, latents, noise, size, score):
         "A point between image and noise for each decision, and its velocity."
-        denoising, clean = rollout.denoising, latents[:, None]
+        denoising = rollout.denoising
+        clean = latents[:, None]
         share = denoising.sigmas[list(denoising.decisions)].to(clean).view(-1, 1, 1, 1)
         denoising = replace(
             denoising,
@@ -319,7 +325,8 @@ class Matching(Objective):
         return self.options.matching_guidance
 
     def log_prob(self, velocity, before, after, sigmas, index):
-        t, weight = float(sigmas[index]), self.options.matching_weight
+        t = float(sigmas[index])
+        weight = self.options.matching_weight
         return matching_logprob(velocity, after, t, weight), velocity
 
     def is_pulled(self, grpo):
@@ -330,7 +337,8 @@ class Matching(Objective):
             return super().terms(model, samples, grpo, beta, reference)
         rollout, denoising = samples.rollout, samples.rollout.denoising
         scores = model.score_denoising(rollout)
-        distance, velocities = torch.zeros_like(scores[0]), scores[2]
+        distance = torch.zeros_like(scores[0])
+        velocities = scores[2]
         if grpo.dit_pull:
             distance = distance + grpo.dit_pull * _squares(velocities, denoising.old_velocities)
         if grpo.dit_pull_slow:
@@ -452,7 +460,8 @@ class Pairs(NoisySteps):
 
     def others(self, samples: Samples) -> Tensor:  # [n, D]: number of a row
         "The image with which each image is compared at each step."
-        place, size = torch.arange(len(samples))[:, None], samples.group_size
+        place = torch.arange(len(samples))[:, None]
+        size = samples.group_size
         shift = 1 + torch.tensor(samples.rollout.denoising.decisions) % (size - 1)
         return place - place % size + (place + shift) % size
 
@@ -465,7 +474,8 @@ class Pairs(NoisySteps):
         )
 
     def credit(self, samples):
-        others, known = self.others(samples), samples.counted[:, None]
+        others = self.others(samples)
+        known = samples.counted[:, None]
         advantages = (samples.advantages[:, None] - samples.advantages[others]) / 2
         learns = known & samples.counted[others]  # else one of the two has no reward
         return samples.with_advantages(advantages * learns, samples.counted)
@@ -556,7 +566,8 @@ def decisions_of(
     names: SampleNames,
 ) -> tuple[int, ...]:
     "The decisions of each image. UserError: not rising step numbers of the schedule."
-    decisions, steps = call_method(objective, "decisions", sigmas, names), range(len(sigmas) - 1)
+    decisions = call_method(objective, "decisions", sigmas, names)
+    steps = range(len(sigmas) - 1)
     whole = isinstance(decisions, (list, tuple)) and all(type(i) is int for i in decisions)
     if not whole or sorted(set(decisions) & set(steps)) != list(decisions):
         raise UserError(
@@ -571,7 +582,8 @@ def decisions_of(
 
 def log_prob_of(objective: Objective, *inputs: Any) -> tuple[Tensor, Tensor]:
     "`Objective.log_prob`. UserError: not a log-prob for each row and a tensor like the velocity."
-    found, velocity = call_method(objective, "log_prob", *inputs), inputs[0]
+    found = call_method(objective, "log_prob", *inputs)
+    velocity = inputs[0]
     shapes = [list(x.shape) if isinstance(x, Tensor) else type(x).__name__ for x in found or ()]
     wanted = [[len(velocity)], list(velocity.shape)]
     if not isinstance(found, tuple) or shapes != wanted:
@@ -585,7 +597,8 @@ def log_prob_of(objective: Objective, *inputs: Any) -> tuple[Tensor, Tensor]:
 def keep_of(objective: Objective, model: Any, rollout: Rollout, *rest: Any) -> Rollout:
     "`Objective.keep`. UserError: not a rollout with what scoring needs."
     kept = call_method(objective, "keep", model, rollout, *rest)
-    images, decisions = len(rollout), len(rollout.denoising.decisions)
+    images = len(rollout)
+    decisions = len(rollout.denoising.decisions)
     points = kept.denoising if isinstance(kept, Rollout) else None
     for name in ("latents_before", "latents_after"):
         value = getattr(points, name, None)

@@ -61,7 +61,8 @@ class ARPolicy(HalfPolicy):
 
     def credit(self, samples, grpo):
         "With preview_share, advantages [n, T]: preview and large grid have set shares of the loss."
-        share, grids = grpo.preview_share, samples.rollout.tokens.grids
+        share = grpo.preview_share
+        grids = samples.rollout.tokens.grids
         if share is None or len(grids) == 1:
             return samples
         preview, large = (height * width for height, width in grids)
@@ -119,10 +120,12 @@ class DiTPolicy(HalfPolicy):
 
     def chunks(self, samples: Samples) -> Iterator[Samples]:
         "Chunks of one decision each: only the activations of one are kept at a time."
-        denoising, advantages = samples.rollout.denoising, samples.advantages
+        denoising = samples.rollout.denoising
+        advantages = samples.advantages
         old = samples.old_logprobs
         for j in range(len(denoising.decisions)):
-            at, own = slice(j, j + 1), advantages
+            at = slice(j, j + 1)
+            own = advantages
             if advantages is not None and advantages.dim() == 2:
                 own = advantages[:, at]
             yield replace(

@@ -36,7 +36,8 @@ def image_defaults(
     pipe,  # GlmImagePipeline
 ) -> dict[str, int | float]:  # height, width, num_inference_steps, guidance_scale
     "A model's own values for size, denoising steps and guidance."
-    side, defaults = pipe.vae.config.sample_size, RolloutOptions
+    side = pipe.vae.config.sample_size
+    defaults = RolloutOptions
     steps, guidance = 50, 1.5  # GlmImagePipeline's
     if side < 512:  # pixels: a model of smaller images is for experiments
         steps, guidance = defaults.num_inference_steps, defaults.guidance_scale
@@ -64,7 +65,8 @@ def complete_options(
 # %% ../../nbs/3_model/13_sampler.ipynb #n031
 def image_inputs(rollout: Rollout) -> ImageInputs:
     "The inputs from which the DiT makes the images of a rollout."
-    denoising, grids = rollout.denoising, rollout.tokens.grids
+    denoising = rollout.denoising
+    grids = rollout.tokens.grids
     return ImageInputs(
         large_grid_tokens(cast(Tensor, rollout.token_ids), grids),
         grids[-1],
@@ -96,7 +98,8 @@ class RolloutSampler:
     on_images: Callable | None = None  # called with (rows, images [n, 3, H, W]) batch by batch
 
     def __post_init__(self) -> None:
-        scale, config = self.model.pipe.vae_scale_factor, self.model.pipe.transformer.config
+        scale = self.model.pipe.vae_scale_factor
+        config = self.model.pipe.transformer.config
         self.latent_shape = config.in_channels, self.height // scale, self.width // scale
         self.objective: Objective | None = None  # None: the denoising policy does not train
         self.shared = False  # whether images of the same tokens start from the same noise
@@ -121,7 +124,9 @@ class RolloutSampler:
 
     def sample_all_tokens(self) -> Rollout:  # S rows
         "Sample all token samples. Their images will share them."
-        model, options, names = self.model, self.options, self.names
+        model = self.model
+        options = self.options
+        names = self.names
         model.wake("ar")
         sizes = self.height, self.width
         inputs = prepare_prompts(
@@ -171,7 +176,8 @@ class RolloutSampler:
             sources=sources,
         )
         if self.objective:
-            patches, steps = self.height * self.width // 256, self.options.num_inference_steps
+            patches = self.height * self.width // 256
+            steps = self.options.num_inference_steps
             sigmas = schedule(model.pipe.scheduler, steps, patches)[1]
             decisions = decisions_of(self.objective, sigmas, self.names)
             denoising = replace(
@@ -194,7 +200,8 @@ class RolloutSampler:
 
     def compiled_blocks(self, scored: int) -> CompiledBlocks | None:
         "For denoising steps that are not scored, where `compile` asks for it. scored: of all."
-        model, wanted = self.model, self.options.compile
+        model = self.model
+        wanted = self.options.compile
         if wanted == "auto":
             wanted = (
                 model.device.type == "cuda"
@@ -232,7 +239,8 @@ class RolloutSampler:
         if self.objective is None:
             return rollout
         shape = len(rollout.denoising.decisions), *self.latent_shape
-        latents, size = denoised["latents"], self.score_batch_size
+        latents = denoised["latents"]
+        size = self.score_batch_size
         noise = named_noise(self.names.step_noise(), shape).to(latents)
         how = latents, noise, size, self.score
         return keep_of(self.objective, self.model, rollout, *how)
@@ -296,7 +304,8 @@ def score_token_decisions(
             "(attention_mask: a rollout has its own masks and prompts.)"
         )
     model.wake("ar")
-    size, scored = batch_size or len(rollout), []
+    size = batch_size or len(rollout)
+    scored = []
     with checkpointing(model.ar.model.language_model.layers, model.gradient_checkpointing):
         for start in range(0, len(rollout), size):
             batch = rollout.rows(slice(start, start + size))
@@ -325,10 +334,12 @@ def score_denoising_decisions(
             "both, and set noise_level above 0."
         )
     model.wake("dit")
-    size, scored = batch_size or len(rollout), []
+    size = batch_size or len(rollout)
+    scored = []
     for start in range(0, len(rollout), size):
         batch = rollout.rows(slice(start, start + size))
-        kept, objective = batch.denoising, batch.denoising.objective
+        kept = batch.denoising
+        objective = batch.denoising.objective
         guidance = call_method(objective, "guidance", kept)
         inputs = replace(image_inputs(batch), guidance_scale=guidance)
         points = kept.latents_before, kept.latents_after

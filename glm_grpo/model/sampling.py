@@ -102,14 +102,16 @@ def sample_token_ids(
         return *_inverse_cdf(probabilities * kept, u), kept
     # rows whose likeliest token alone is the kept set need no sort
     token_ids = torch.from_numpy(probabilities.detach().numpy().argmax(-1))  # NumPy's is faster
-    likeliest, logprobs = token_ids[:, None], torch.zeros(len(logits))
+    likeliest = token_ids[:, None]
+    logprobs = torch.zeros(len(logits))
     kept = torch.zeros(logits.shape, dtype=torch.bool).scatter_(1, likeliest, True)
     sure = probabilities.gather(1, likeliest)[:, 0] > max(top_p, 0.5) + 1e-3
     if not sure.all():
         unsure = (~sure).nonzero()[:, 0]
         likely = kept[unsure] = nucleus(logits[unsure], top_p)
         ids, shares = _inverse_cdf(probabilities[unsure] * likely, u[unsure])
-        token_ids[unsure], logprobs[unsure] = ids, shares
+        token_ids[unsure] = ids
+        logprobs[unsure] = shares
     return token_ids, logprobs, kept
 
 # %% ../../nbs/3_model/03_sampling.ipynb #c012
@@ -138,7 +140,8 @@ class KVCache:
         counter: StepCounter,
     ):
         self.counter = counter
-        L, T = inputs.input_ids.shape[1], inputs.num_tokens
+        L = inputs.input_ids.shape[1]
+        T = inputs.num_tokens
         room = T + -(L + T) % 8  # GPU attention kernels need a mask whose length is a multiple of 8
         self.layers = []  # keys and values together: [2, N, G, L + room, D]
         for layer in prefilled:
@@ -166,7 +169,8 @@ class KVCache:
         keys_and_values: Tensor,  # [2, N, G, D] of this step's token
     ) -> tuple[Tensor, Tensor, Tensor | None]:  # keys, values [N, G, columns, D] and their bias
         "Store a token in the cache of one layer. Returns all that its query attends to."
-        memory, counter = self.layers[layer], self.counter
+        memory = self.layers[layer]
+        counter = self.counter
         counter.put(memory, 3, keys_and_values, counter.column)
         if counter.fixed:
             return *memory.unbind(), self.bias
@@ -245,21 +249,24 @@ class SamplingLoop:
         model, self.text_model, self.K = language_model_parts(model)
         last_hidden, prefilled = prefill(self.text_model, inputs)
         self.hidden = last_hidden[prompt_index]  # [N, H], what the head reads next
-        device, prompt_length = inputs.input_ids.device, inputs.input_ids.shape[1]
+        device = inputs.input_ids.device
+        prompt_length = inputs.input_ids.shape[1]
         self.counter = StepCounter(fixed_shapes, device, prompt_length)
         self.rotations = rotation_table(
             self.text_model, self.hidden, inputs.decode_position_ids, prompt_index
         )
         self.rotate: Callable[[Tensor, Tensor], None] = rotate_
         if fixed_shapes:
-            self.rotations, self.rotate = crossed(self.rotations), rotate_by_sums_
+            self.rotations = crossed(self.rotations)
+            self.rotate = rotate_by_sums_
         self.cache = KVCache(prefilled, inputs, prompt_index, self.counter)
         merge = not fixed_shapes and self.hidden.dtype == torch.float32
         on_cpu = self.hidden.device.type == "cpu"
         self.attend = attend if merge and on_cpu else F.scaled_dot_product_attention
         product = merged_product if merge else joined_product
         self.layers = [LayerParts(layer, product) for layer in self.text_model.layers]
-        self.norm, self.head = rms_norm(self.text_model.norm), product([model.lm_head])
+        self.norm = rms_norm(self.text_model.norm)
+        self.head = product([model.lm_head])
         self.scale = self.text_model.layers[0].self_attn.scaling
 
     def logits(self) -> Tensor:  # [N, K] float32
@@ -299,8 +306,11 @@ class Decisions:
         temperature: float,
         top_p: float,
     ):
-        self.loop, self.temperature, self.top_p = loop, temperature, top_p
-        device, shape = loop.hidden.device, uniforms.shape
+        self.loop = loop
+        self.temperature = temperature
+        self.top_p = top_p
+        device = loop.hidden.device
+        shape = uniforms.shape
         # far enough below 1 that u times the sum stays below the sum in float32 as well
         self.uniforms = uniforms.to(device).clamp(max=1 - 2**-23)
         self.token_ids = torch.empty(shape, dtype=torch.long, device=device)

@@ -34,7 +34,8 @@ class _TokenLogprobs(torch.autograd.Function):
         logits = _sampled_logits(outputs, kept, K, temperature)
         log_total = logits.logsumexp(-1, keepdim=True)
         ctx.save_for_backward(logits, log_total, ids)
-        ctx.temperature, ctx.dtype = temperature, outputs.dtype
+        ctx.temperature = temperature
+        ctx.dtype = outputs.dtype
         ctx.num_forbidden = outputs.shape[-1] - K
         return (logits.gather(-1, ids[..., None]) - log_total)[..., 0]
 

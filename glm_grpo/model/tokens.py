@@ -122,13 +122,16 @@ class PromptInputs:
 # %% ../../nbs/3_model/01_tokens.ipynb #c032
 def _place_prompts(batch, source_grids, target_grids, start_id, device):
     "PromptInputs of a processor's batch; for each prompt (first token, grid) of its sources."
-    ids, mask = batch["input_ids"], batch["attention_mask"]
+    ids = batch["input_ids"]
+    mask = batch["attention_mask"]
     L = ids.shape[1]
     position_ids = torch.ones(3, *ids.shape, dtype=torch.long)
     decode_position_ids, source_places = [], []
     lengths = mask.sum(1).tolist()
     for i, num_real in enumerate(lengths):
-        segments, places, end = [], [], L - num_real
+        segments = []
+        places = []
+        end = L - num_real
         marks = (ids[i, end:] == start_id).nonzero().flatten() + end
         for mark, (h, w) in zip(marks.tolist(), source_grids[i]):
             segments += [mark + 1 - end, (h, w)]  # text up to the mark, then the source
@@ -273,7 +276,8 @@ def check_source_sizes(
     "UserError: a source in a size that the model would change before it reads it."
     low, high = (math.isqrt(limits[name]) for name in ("shortest_edge", "longest_edge"))
     for size, i in dataset.sizes().items():
-        short, long = min(size), max(size)
+        short = min(size)
+        long = max(size)
         if short < low or long > high or long > 4 * short or short % 32 or long % 32:
             raise UserError(
                 f"{dataset.where(i)}: a source image has {size[0]} x {size[1]} pixels. The model "

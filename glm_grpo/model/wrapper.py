@@ -85,7 +85,9 @@ class GLMImageWrapper:
         "UserError: not a GLM-Image, unknown device, dtype or component."
         if component not in COMPONENTS:
             raise UserError(f"component '{component}': take ar, dit or both.")
-        self.name, self.component, self.seed = str(model_name), component, seed
+        self.name = str(model_name)
+        self.component = component
+        self.seed = seed
         self.revision = revision
         self.device = pick_device(device if device_map in (None, "auto") else device_map)
         self.dtype = pick_dtype(torch_dtype, self.device, trains=True)
@@ -186,7 +188,8 @@ class GLMImageWrapper:
         self.wake("dit")
         latents = rollout.denoising.latents
         if latents is None:
-            inputs, noise = image_inputs(rollout), cast(Tensor, rollout.initial_latents)
+            inputs = image_inputs(rollout)
+            noise = cast(Tensor, rollout.initial_latents)
             latents = sample_latents(self.pipe, inputs, noise, batch_size=batch_size)["latents"]
         return decode_latents(self.pipe, latents).cpu()
 

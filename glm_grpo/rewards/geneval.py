@@ -44,7 +44,8 @@ def relative_position(
 ) -> set[str]:  # where a is relative to b; on a diagonal there may be two
     "GenEval's rule for the position of two boxes."
     boxes = np.reshape([a, b], (2, 2, 2))  # box, corner, axis
-    offset, sizes = np.subtract(*boxes.mean(1)), np.ptp(boxes, 1).sum(0)
+    offset = np.subtract(*boxes.mean(1))
+    sizes = np.ptp(boxes, 1).sum(0)
     shortened = np.maximum(np.abs(offset) - 0.1 * sizes, 0) * np.sign(offset)
     dx, dy = shortened / max(np.linalg.norm(offset), 1e-9)
     beyond = {"left of": -dx, "right of": dx, "above": -dy, "below": dy}
@@ -76,7 +77,8 @@ def geneval_verdict(
     parts: list[float] = []
     groups: list[list[Found]] = []  # groups[i]: objects of clause i; empty: it does not hold
     for want in metadata["include"]:
-        name, count = want["class"], want["count"]
+        name = want["class"]
+        count = want["count"]
         colour, position = want.get("color"), want.get("position")  # None in tables: not asked for
         group = detected(name) if exact else detected(name)[:count]
         parts.append(1 - abs(count - len(group)) / count)
@@ -134,7 +136,8 @@ class GenEval(Judge):
     ):
         from transformers import Mask2FormerForUniversalSegmentation as Mask2Former
 
-        self.batch_size, self.device = batch_size, pick_device(device)
+        self.batch_size = batch_size
+        self.device = pick_device(device)
         self.processor = load_processor(model, backend="pil")
         self.detector = load_frozen(Mask2Former, model, torch.float32, self.device)
         if self.detector.config.num_labels != len(CLASSES):
@@ -191,8 +194,10 @@ class GenEval(Judge):
             objects = []
             for info, mask in zip(result["segments_info"], result["segmentation"]):
                 pixels = mask.nonzero()  # rows and columns
-                (top, left), (bottom, right) = pixels.amin(0).tolist(), pixels.amax(0).tolist()
-                box, name = (left, top, right + 1, bottom + 1), CLASSES[info["label_id"]]
+                (top, left) = pixels.amin(0).tolist()
+                (bottom, right) = pixels.amax(0).tolist()
+                box = (left, top, right + 1, bottom + 1)
+                name = CLASSES[info["label_id"]]
                 objects.append(Found(name, info["score"], box, mask.bool().cpu()))
             images_objects.append(objects)
         return images_objects

@@ -120,7 +120,8 @@ class TwoTowers(Judge):
         device: str | None = None,  # None: CUDA if there is one, else MPS, else the CPU
         batch_size: int = 16,  # images at a time
     ):
-        self.batch_size, self.device = batch_size, pick_device(device)
+        self.batch_size = batch_size
+        self.device = pick_device(device)
         self.model = load_frozen(transformers.AutoModel, model, torch.float32, self.device)
         has_processor = any(Path(model).glob("*processor_config.json"))
         name = model if has_processor else self.processor_of or model
@@ -236,13 +237,16 @@ class VLMJudge(Judge):
         dtype: str | torch.dtype | None = None,
         batch_size: int = 8,  # images at a time
     ):
-        self.question, self.batch_size, self.device = question, batch_size, pick_device(device)
+        self.question = question
+        self.batch_size = batch_size
+        self.device = pick_device(device)
         self.processor = load_processor(model)
         tokenizer = self.processor.tokenizer
         tokenizer.padding_side = "left"
         answers = tokenizer(["Yes", "No"], add_special_tokens=False).input_ids
         self.answers = torch.tensor([ids[0] for ids in answers], device=self.device)
-        auto, dtype = transformers.AutoModelForImageTextToText, pick_dtype(dtype, self.device)
+        auto = transformers.AutoModelForImageTextToText
+        dtype = pick_dtype(dtype, self.device)
         self.model = load_frozen(auto, model, dtype, self.device)
 
     def _judge(self, images, prompts):

@@ -118,7 +118,8 @@ class LPIPS(TargetReward):
         for i, (stride, padding) in enumerate(_STRIDE_AND_PADDING):
             if i in (1, 2):
                 x = F.max_pool2d(x, 3, 2)
-            weight, bias = self.weights[f"trunk.{i}.weight"], self.weights[f"trunk.{i}.bias"]
+            weight = self.weights[f"trunk.{i}.weight"]
+            bias = self.weights[f"trunk.{i}.bias"]
             x = F.relu(F.conv2d(x, weight, bias, stride, padding))
             length = (x.pow(2).sum(1, keepdim=True) + 1e-20).sqrt()
             one, other = (x / length).chunk(2)  # each place's vector has length one
@@ -158,7 +159,8 @@ def image_statistics(
     """
     r, g, b = (255 * images.float()).unbind(1)
     # colourfulness: Hasler and Suesstrunk 2003
-    rg, yb = (r - g).flatten(1), ((r + g) / 2 - b).flatten(1)
+    rg = (r - g).flatten(1)
+    yb = ((r + g) / 2 - b).flatten(1)
     spread = torch.hypot(rg.std(1, correction=0), yb.std(1, correction=0))
     offset = torch.hypot(rg.mean(1), yb.mean(1))
     luma = (0.299 * r + 0.587 * g + 0.114 * b)[:, None] / 255  # [N, 1, H, W]

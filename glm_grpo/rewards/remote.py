@@ -143,7 +143,8 @@ class Request(http.server.BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         "Answer in JSON. The body of a request that is refused goes nowhere."
-        server, asked = self.server, f"{self.command} {self.path}"
+        server = self.server
+        asked = f"{self.command} {self.path}"
         length = self.headers.get("Content-Length", "")
         size = int(length) if re.fullmatch("[0-9]{1,15}", length) else 0
         refused = server.refusal(self.headers.get("Authorization", ""), size)
@@ -172,7 +173,9 @@ class Request(http.server.BaseHTTPRequestHandler):
 
     def score(self, size: int) -> tuple[int, Any]:
         "Status, and an answer or a reason."
-        start, server, body = time.perf_counter(), self.server, self.rfile.read(size)
+        start = time.perf_counter()
+        server = self.server
+        body = self.rfile.read(size)
         readable, _, _ = select.select([self.connection], [], [], 0)
         if len(body) < size or readable and not self.connection.recv(1, socket.MSG_PEEK):
             return 408, "the client has gone, so this is not scored"
@@ -214,7 +217,9 @@ class RewardServer(socketserver.ThreadingTCPServer):
         self.health = {"name": self.name, "version": VERSION, "wants": self.wants}
         if getattr(reward, "whole_groups", False):
             self.health["whole_groups"] = True
-        self.log, self.token, self.lock = log, read_token(), threading.Lock()
+        self.log = log
+        self.token = read_token()
+        self.lock = threading.Lock()
         if self.token is None and not is_this_machine(host):
             raise UserError(
                 f"Anyone who can reach this machine at {host} could use the scorer. Set the "
@@ -380,8 +385,12 @@ class RemoteReward:
         parallel: int = 2,
     ):
         check_address(url)
-        self.url, self.timeout, self.retries = url.rstrip("/"), timeout, retries
-        self.batch_size, self.patience, self.lock = batch_size, patience, threading.Lock()
+        self.url = url.rstrip("/")
+        self.timeout = timeout
+        self.retries = retries
+        self.batch_size = batch_size
+        self.patience = patience
+        self.lock = threading.Lock()
         self.workers = [Worker(f"requests to {url}") for _ in range(parallel)]
         is_open = url.startswith("http:") and not is_this_machine(urlsplit(url).hostname or "")
         if is_open and read_token():
@@ -436,7 +445,8 @@ class RemoteReward:
         inputs: dict[str, Any],  # images, prompts and what else is wanted, about n images
     ) -> Tensor:  # [n] float32
         "One request."
-        request, n = {"version": VERSION} | inputs, len(inputs["prompts"])
+        request = {"version": VERSION} | inputs
+        n = len(inputs["prompts"])
         for key in {"images", "targets"} & set(inputs):
             request[key] = encode_images(inputs[key])
         if "sources" in inputs:
@@ -460,7 +470,9 @@ class RemoteReward:
 
     def ask(self, path: str, body: bytes | None = None) -> dict:
         "One request with its retries -> the answer's JSON object. RemoteError: there is none."
-        timeout, patience, end = self.timeout, self.patience, None
+        timeout = self.timeout
+        patience = self.patience
+        end = None
         if body is None:  # /health, when the reward is made
             timeout, patience = min(timeout, HEALTH_TIMEOUT), 0.0
         for attempt in range(1 + self.retries):

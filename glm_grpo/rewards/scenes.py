@@ -39,11 +39,13 @@ class Drawings:
         info = json.loads((folder / "drawings.json").read_text(encoding="utf-8"))
         self.objects = info["objects"]
         self.hands = info["hands"]
-        sheet, size = Image.open(folder / "drawings.png").convert("RGBA"), info["size"]
+        sheet = Image.open(folder / "drawings.png").convert("RGBA")
+        size = info["size"]
         self.sprites = {}
         for row, hand in enumerate(self.hands):
             for column, name in enumerate(self.objects):
-                left, top = column * size, row * size
+                left = column * size
+                top = row * size
                 self.sprites[name, hand] = sheet.crop((left, top, left + size, top + size))
 
 # %% ../../nbs/4_rewards/05_scenes.ipynb #n012
@@ -226,7 +228,9 @@ class SceneReader:
 
     def _explain(self, left, ground):
         "Find drawings one by one, and subtract each from `left` [N, 3, 32, 32]."
-        size, side, stride = len(self.names), self.alpha.shape[-1], self.stride
+        size = len(self.names)
+        side = self.alpha.shape[-1]
+        stride = self.stride
         # what each drawing changes: [N, S, 3, 16, 16]
         effect = self.colour[None] - self.alpha[None] * ground[:, None, :, None, None]
         energy = effect.pow(2).sum((2, 3, 4))
@@ -244,7 +248,8 @@ class SceneReader:
             for n in searching.nonzero().flatten().tolist():
                 spot, sprite = divmod(at[n].item(), size)
                 row, column = divmod(spot, rows)
-                y, x = row * stride, column * stride
+                y = row * stride
+                x = column * stride
                 objects[n].append((self.names[sprite], (column / 2, row / 2)))
                 left[n, :, y : y + side, x : x + side] -= effect[n, sprite]
         return objects
@@ -442,7 +447,8 @@ def edit_reward(
         size = images.shape[:1:-1]  # width, height
         sources = pil_to_tensor([row[0].resize(size).convert("RGB") for row in sources])
     images = images.float()
-    targets, sources = targets.to(images), sources.to(images)
+    targets = targets.to(images)
+    sources = sources.to(images)
 
     def likeness(a, b):  # per pixel: [N, H, W], 1 for the same colour
         return torch.exp(-((a - b).pow(2).sum(1) / blur**2))

@@ -81,9 +81,11 @@ def edit_distance(a: str, b: str) -> int:
     for letter in b if a else "":
         same = where[letter] | down
         diagonal = (((same & up) + up) ^ up) | same
-        right_up, right_down = down | (full & ~(diagonal | up)), up & diagonal
+        right_up = down | (full & ~(diagonal | up))
+        right_down = up & diagonal
         distance += (right_up >> len(a) - 1) - (right_down >> len(a) - 1)
-        right_up, right_down = right_up << 1 | 1, right_down << 1
+        right_up = right_up << 1 | 1
+        right_down = right_down << 1
         up = full & (right_down | ~(diagonal | right_up))
         down = full & right_up & diagonal
     return distance if a else len(b)
@@ -116,7 +118,8 @@ def _in_order_of_places(texts, words):
         other = np.abs(one[end] - one[starts] - letters[-1]).sum(1)
         other += np.abs(two[end - 1] - two[starts] - pairs[-2]).sum(1)
         unlike.append(other / len(text))
-    free, places = np.ones(total, int), [total] * len(texts)
+    free = np.ones(total, int)
+    places = [total] * len(texts)
     for i in sorted(range(len(texts)), key=lambda i: (unlike[i].min(), -len(texts[i]))):
         before = np.append(0, free.cumsum())  # free letters before each place
         fits = before[ends[i]] - before[starts] == ends[i] - starts
@@ -137,7 +140,8 @@ def text_likeness(
     The share of words is that of CVTG-2K (arXiv 2503.23461), but each read word counts once
     and extra words lower the share. A text whose only errors are spaces is right.
     """
-    words, texts = _words(read), ["".join(_words([text])) for text in wanted]
+    words = _words(read)
+    texts = ["".join(_words([text])) for text in wanted]
     orders = [texts]
     if words and len(texts) > 1:
         orders.append(_in_order_of_places(texts, words))
@@ -146,7 +150,8 @@ def text_likeness(
     likeness = 1 - distance / max(len("".join(texts)), len(seen))
     if not exact or likeness == 1:
         return likeness
-    want, have = Counter(_words(wanted)), Counter(_words(read))
+    want = Counter(_words(wanted))
+    have = Counter(_words(read))
     return (want & have).total() / max(want.total(), have.total())
 
 # %% ../../nbs/4_rewards/03_text.ipynb #n008
@@ -155,7 +160,8 @@ def reading_order(
     boxes: np.ndarray,  # [T, 4, 2] their corners, x and y in pixels
 ) -> list[str]:
     "From top to bottom; from left to right if the middles are less than half a height apart."
-    x, y = boxes[:, :, 0], boxes[:, :, 1]
+    x = boxes[:, :, 0]
+    y = boxes[:, :, 1]
     lines = zip(y.mean(1), np.ptp(y, 1), x.min(1), texts)  # middle, height, left
     rows: list[list] = []
     for line in sorted(lines, key=itemgetter(0)):

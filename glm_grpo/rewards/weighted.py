@@ -133,7 +133,8 @@ class WeightedReward:
         if not all(map(math.isfinite, weights.values())):
             raise UserError(f"reward.metrics: give finite numbers as weights, not {weights}.")
         self.parts = {name: parts[name] for name in weights}
-        self.weights, self.time_limit = dict(weights), time_limit
+        self.weights = dict(weights)
+        self.time_limit = time_limit
         self.workers: dict[str, Worker] = {}  # part -> its thread, which stays between calls
         self.name = " + ".join(f"{weight:g} {name}" for name, weight in weights.items())
         self.whole_groups = any(
@@ -231,7 +232,8 @@ class PendingRewards:
         name: str | None = None,
     ) -> "PendingRewards":
         "The rewards of the images of a batch of prompts."
-        targets, sources = batch.get("target_images"), batch.get("source_images")
+        targets = batch.get("target_images")
+        sources = batch.get("source_images")
         return cls(reward, batch["prompts"], targets, sources, batch.get("metadata"), group, name)
 
     def ask(self, names: list[str], rows: list[int], images: Tensor) -> None:

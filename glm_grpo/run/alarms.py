@@ -129,7 +129,9 @@ def compare_evaluations(
         before.statistics, "statistics"
     )
     kinds["diversity"] = "diversity"
-    earlier, later, requests = before.values, after.values, after.requests or None
+    earlier = before.values
+    later = after.values
+    requests = after.requests or None
     rewards = np.array([before.rewards, after.rewards], dtype=float)
     for name in trained:  # where a part has a score only once, the rewards are different sums
         if name in earlier and name in later:
@@ -230,7 +232,8 @@ def reward_hacking_alarm(
     reward = run.changes[-1]["reward"]
     stop = f"or stop at step {steps[good]}, before that" if good else "and start again"
     for name in run.alarms[-1]:
-        change, weigh = run.changes[-1][name], "Lower"
+        change = run.changes[-1][name]
+        weigh = "Lower"
         if name == "paraphrase":
             weigh = "Train on prompts in several wordings, lower"
         elif change.kind == "metrics":  # statistics and diversity can have no weight

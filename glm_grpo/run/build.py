@@ -51,11 +51,15 @@ from ..training.trainer import MinimalGRPOTrainer
 def resolve(config: Config) -> Config:
     """A copy that names the files and metrics that were left out. UserError: a name of a file
     that is not UTF-8, or a broken link."""
-    data, reward, i2i = config.data, config.reward, config.training.mode == "i2i"
+    data = config.data
+    reward = config.reward
+    i2i = config.training.mode == "i2i"
     default = "data/i2i/train/prompts.jsonl" if i2i else "data/t2i/train/prompts.txt"
     prompts = data.prompts_file or default
     check_path(prompts)
-    real, name, heldout = bundled(prompts), Path(prompts), data.eval_prompts_file
+    real = bundled(prompts)
+    name = Path(prompts)
+    heldout = data.eval_prompts_file
     beside = real.parent.parent / "heldout" / real.name
     if not heldout and beside.exists() and not (real.exists() and beside.samefile(real)):
         heldout = str(name.parent.parent / "heldout" / name.name)
@@ -292,7 +296,8 @@ def check_loss(
     options |= {"num_samples": 4, "num_decisions": 12, "as_tensors": True}
 
     def gradient(rows):
-        logprobs, more = new[rows].clone().requires_grad_(), {}
+        logprobs = new[rows].clone().requires_grad_()
+        more = {}
         if beta := grpo.beta_of("ar"):
             more = {"beta": beta, "ref_logprobs": old[rows]}
         try:
@@ -304,7 +309,8 @@ def check_loss(
                 f"training.loss {name}: {error_text(error)}. Write {LOSS_FORM}."
             ) from error
 
-    whole, halves = gradient(slice(4)), torch.cat([gradient(slice(2)), gradient(slice(2, 4))])
+    whole = gradient(slice(4))
+    halves = torch.cat([gradient(slice(2)), gradient(slice(2, 4))])
     if not torch.allclose(whole, halves, rtol=1e-3, atol=1e-6):
         raise UserError(
             f"training.loss {name}: its gradient depends on how the samples are split into "
@@ -317,7 +323,8 @@ def load_own_code(training: TrainingConfig, grpo: GRPOOptions) -> OwnCode:
     "UserError: a file, a name or a signature that does not fit; see `check_loss`."
     loss, callbacks = None, []
     if training.loss is not None:
-        zeros, arguments = torch.zeros(2, 3), loss_options("ar", grpo)
+        zeros = torch.zeros(2, 3)
+        arguments = loss_options("ar", grpo)
         call = zeros, zeros, torch.zeros(2)
         counts = {"num_samples": 2, "num_decisions": 6, "as_tensors": True}
         loss = load_called(training.loss, "training.loss", LOSS_FORM, *call, **arguments | counts)
@@ -345,7 +352,8 @@ def make_trainer(
     held: contextlib.ExitStack | None = None,  # see `TrackerLogger`
 ) -> MinimalGRPOTrainer:
     "The trainer of a run, with the callbacks that write its folder, in the order of their calls."
-    training, own = config.training, own or OwnCode()
+    training = config.training
+    own = own or OwnCode()
 
     def best():
         "Step of the best evaluation after the start."

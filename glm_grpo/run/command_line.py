@@ -84,7 +84,8 @@ def read_value(
     full, entry = split_name(name, options)
     if not full:
         refuse_name(name, options)
-    declared, kind = options[full], options[full].type
+    declared = options[full]
+    kind = options[full].type
     whole = {entry: value} if entry else value
     parser = ArgumentParser(exit_on_error=False)
     parser.add_argument("--value", type=kind)
@@ -202,7 +203,8 @@ def help_text(
 
     def entry(name, whole):
         declared = options[name if name in options else SHORT[name]]
-        text, default = declared.metadata["help"], json.dumps(declared.default)
+        text = declared.metadata["help"]
+        default = json.dumps(declared.default)
         text = text if whole else text.split(". ")[0]
         return entry_of(f"--{name}", f"{text} (default: {default})".replace('"', ""))
 
@@ -294,7 +296,8 @@ class TrainOptions:
 # %% ../../nbs/6_run/02_command_line.ipynb #c4f4c6e1d
 def code_of(config: Config) -> dict[str, str]:  # function -> the file or module that it runs
     "The functions and classes that a configuration names."
-    reward, objective = config.reward, config.rollout.dit_objective
+    reward = config.reward
+    objective = config.rollout.dit_objective
     places = function_places(reward.functions) | function_places(reward.dit_functions)
     named = {
         "rollout.dit_objective": objective if ":" in objective else None,
@@ -320,7 +323,8 @@ def check_trust(
     trusted: bool,  # the user allows the run's code
 ) -> None:
     "UserError: only the run's own configuration names a function or a server."
-    problems, places = [], code_of(named).values()
+    problems = []
+    places = code_of(named).values()
     code = [name for name, place in code_of(config).items() if place not in places]
     if code and not trusted:
         problems.append(
@@ -368,7 +372,8 @@ def rising_rates(
     def share(training, step):
         return 1 - step / training.max_steps if training.lr_scheduler == "linear" else 1.0
 
-    old, new = share(was, step - 1), share(now, step)
+    old = share(was, step - 1)
+    new = share(now, step)
     if now.lr_scheduler == "linear" and 0 < old < new:
         keep = f"--training.learning_rate {was.learning_rate * old:.3g}"
         if was.dit_learning_rate is not None:
@@ -388,7 +393,8 @@ def changes_of(
     "A line for each option that is no longer what it was, and one if the learning rate rises."
     origins = config.origins or {}
     for name in OPTIONS:
-        old, new = option_value(before, name), option_value(config, name)
+        old = option_value(before, name)
+        new = option_value(config, name)
         if old != new and name not in ("resume", "dry_run", PLACE):
             yield f"{name}: {json.dumps(old)} in the run, {json.dumps(new)} {origins[name]}"
     if checkpoint:
@@ -416,7 +422,10 @@ def load_options(
     """Command line, file and run to a `Config`. UserError: a file with a wrong option, code or
     servers that only the run names. SystemExit(0) after --print_config."""
     command = build(TrainOptions, typed)
-    file, checkpoint, of_run, before = command.config, None, {}, ""
+    file = command.config
+    checkpoint = None
+    of_run = {}
+    before = ""
     in_file, began = (read_options(file), name_file(file)) if file else ({}, "")
     named = build(Config, in_file, typed)  # what the user names
     auto = named.resume == "auto"
@@ -426,7 +435,8 @@ def load_options(
         checkpoint = find_checkpoint(named.resume, named.training.output_dir)
         run = run_folder(checkpoint)
     if run:
-        of_run, before = read_options(run / "config.yaml"), began_with(run)
+        of_run = read_options(run / "config.yaml")
+        before = began_with(run)
         of_run[PLACE] = str(run)  # also if it was moved, or the file names another
         in_file.pop(PLACE, None)
         if file and began.split()[-1] in before:  # the digest
@@ -513,7 +523,8 @@ class ServeOptions:
 def serve_command(argv: list[str]) -> int:
     "Serve a reward until Ctrl+C. UserError: there is no such function, or the port is in use."
     words = read_words(argv, ServeOptions, takes_run=False, nameless="function")
-    options, log = build(ServeOptions, words), functools.partial(print, flush=True)
+    options = build(ServeOptions, words)
+    log = functools.partial(print, flush=True)
     with serve(load_function(options.function), options.host, options.port, log) as server:
         wants = ", ".join(server.wants)
         log(f"{server.name} is served at {server.url} and wants {wants}. Ctrl+C stops it.")

@@ -239,9 +239,11 @@ class RewardConfig:
         dit: bool = False,  # True: those of the denoising policy's own sum
     ) -> dict[str, float]:  # part -> weight; empty: no part is named
         "The parts of the reward with their weights. UserError: two parts of one name."
-        metrics, functions = self.metrics or {}, self.functions
+        metrics = self.metrics or {}
+        functions = self.functions
         if dit:
-            metrics, functions = self.dit_metrics or {}, self.dit_functions
+            metrics = self.dit_metrics or {}
+            functions = self.dit_functions
         return metrics | dict.fromkeys(named_functions(functions, tuple(METRICS)), 1.0) | metrics
 
     def brought(self) -> Brought:
@@ -379,7 +381,8 @@ def trainer_options(config: Config) -> TrainerOptions:
 # %% ../../nbs/6_run/01_config.ipynb #kn005
 def denoising_problems(config: Config) -> Iterator[str]:
     "Rewards and noise of the denoising policy."
-    rollout, component = config.rollout, config.model.component
+    rollout = config.rollout
+    component = config.model.component
     if component != "both" and (config.reward.dit_metrics or config.reward.dit_functions):
         yield (
             "reward.dit_metrics, reward.dit_functions: they are for model.component both. Set "
@@ -553,7 +556,8 @@ def default_problems(
     trains: bool = True,  # False: an evaluation, which needs no learning rate
 ) -> Iterator[str]:
     "A large model needs options of its own."
-    name, defaults = config.model.name, Config()
+    name = config.model.name
+    defaults = Config()
     needed = OF_THE_TINY_MODEL if trains else OF_THE_TINY_MODEL[:2]
     left = [
         one

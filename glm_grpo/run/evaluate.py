@@ -84,7 +84,8 @@ def compare(
 ) -> None:
     """Measure a checkpoint and its baseline on all ranks. The first one writes eval.json,
     before_after.png and, with a checkpoint, page.html, and prints the results."""
-    size, seed = config.data.eval_size, config.training.seed
+    size = config.data.eval_size
+    seed = config.training.seed
     _, dataset = open_data(config.data, config.training.mode)
     reward = make_reward(config.reward, config.model.component)
     check_reward(reward, dataset, *size)

@@ -353,7 +353,8 @@ def noise_warning(
     costs: list[NoiseCost],  # result of `try_noise`
 ) -> str:  # empty: the level is fine
     "What to do about the noise of training."
-    first, last = costs[0], costs[-1]
+    first = costs[0]
+    last = costs[-1]
     if not first.too_high:
         return ""
     advice = "rollout.dit_objective matching learns from images without noise."
@@ -394,7 +395,8 @@ def enough_because(
     stop_at: float | None,  # held-out reward that is enough; None: none is
 ) -> str:  # empty: it is not enough
     "Why a run may stop after its newest evaluation."
-    last, best = history[-1], max(history, key=lambda one: one.reward_mean)
+    last = history[-1]
+    best = max(history, key=lambda one: one.reward_mean)
     if stop_at is not None and last.reward_mean >= stop_at:
         return f"the held-out reward is {last.reward_mean:.3f}, and training.stop_at {stop_at:g}"
     since = sum(one.step > best.step for one in history)
@@ -420,10 +422,13 @@ class PeriodicEvaluation(Callback):
         patience: int | None = None,  # see `enough_because`, as the next one
         stop_at: float | None = None,
     ):
-        self.path, self.evaluate, self.every = Path(path), evaluate, every
+        self.path = Path(path)
+        self.evaluate = evaluate
+        self.every = every
         self.patience, self.stop_at = patience, stop_at
         self.enough = ""  # why training ends early
-        self.trained, self.ranks = list(trained), ranks or Ranks()
+        self.trained = list(trained)
+        self.ranks = ranks or Ranks()
         self.alarms: list[str] = []  # what the newest evaluation warns of
         self.history = read_history(self.path) if self.path.is_file() else []
 

@@ -70,7 +70,8 @@ def check_target(trained: Trained, to: Path, merges: bool, dtype: torch.dtype | 
             "--merge false keeps adapters apart, and this run trained all weights. Leave it out."
         )
     nearest = next(folder for folder in to.absolute().parents if folder.exists())
-    need, free = bytes_needed(trained, nearest, merges, dtype), shutil.disk_usage(nearest).free
+    need = bytes_needed(trained, nearest, merges, dtype)
+    free = shutil.disk_usage(nearest).free
     if need > free:
         raise UserError(
             f"--to {to}: about {need / 1e9:.1f} GB are needed, and {free / 1e9:.1f} GB are free. "
@@ -87,10 +88,12 @@ def write_parts(
 ) -> dict[str, Rounding]:  # half -> what rounding takes away
     "All parts of the pipeline, and the adapters. UserError: too much would be lost."
     updates = [Update(half, where, bool(trained.lora)) for half, where in trained.weights.items()]
-    changed, roundings = {PARTS[update.half]: update for update in updates}, {}
+    changed = {PARTS[update.half]: update for update in updates}
+    roundings = {}
     shutil.copyfile(trained.base / "model_index.json", out / "model_index.json")
     for part, kind in read_settings(out / "model_index.json").items():
-        source, update = trained.base / part, changed.get(part)
+        source = trained.base / part
+        update = changed.get(part)
         if not isinstance(kind, list) or not source.is_dir():
             continue
         if update:
@@ -176,14 +179,16 @@ def measured_rewards(trained: Trained) -> tuple[list[tuple[str, str, str]], bool
     "The head, then name, before, after, of the exported step; whether nothing later was measured."
     file = trained.run and trained.run / "eval_history.jsonl"
     lines = {one.step: one for one in read_history(file)} if file and file.is_file() else {}
-    first, last = lines.get(0), lines.get(trained.note["step"])
+    first = lines.get(0)
+    last = lines.get(trained.note["step"])
     if not first or not last or first is last:
         return [], False
     rows = [(f"on {last.kind()}", "before", "after")]
     for change in compare_evaluations(first, last):
         if change.kind == "statistics":
             continue
-        before, after = f"{change.before:.3f}", f"{change.after:.3f}"
+        before = f"{change.before:.3f}"
+        after = f"{change.after:.3f}"
         if change.kind == "reward":
             before += f" ± {first.standard_error:.3f}"
             after += f" ± {last.standard_error:.3f}"
@@ -301,7 +306,8 @@ def export_command(argv: list[str]) -> int:
             "Give a run or a checkpoint, and --to FOLDER, like python -m glm_grpo.export "
             "outputs/run_001 --to GLM-Image-mine"
         )
-    trained, to = Trained.find(options.checkpoint, options.base), Path(options.to)
+    trained = Trained.find(options.checkpoint, options.base)
+    to = Path(options.to)
     print(f"{'from':>10}  {trained.root}, {trained.note['step']} steps, base {trained.name}")
     dtype = getattr(torch, options.dtype) if options.dtype else None
     only_checked = options.check and (to / "export.json").is_file()

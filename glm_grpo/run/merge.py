@@ -56,7 +56,8 @@ class Trained:
             )
         folder = find_checkpoint(path)
         checkpoint = whole_checkpoint(folder)
-        note, run = read_note(checkpoint), run_folder(checkpoint)
+        note = read_note(checkpoint)
+        run = run_folder(checkpoint)
         values: dict[str, Any] = {"training.mode": note["made_by"]["mode"]}
         values |= read_options(run / "config.yaml") if run else {}
         config = build(Config, values)
@@ -65,7 +66,8 @@ class Trained:
             root = folder / "ema"  # the run evaluated its averages
         of_halves = half_folders(root, COMPONENTS[note["made_by"]["component"]])
         if run and base in (None, config.model.name):
-            name, revision = config.model.name, config.model.revision
+            name = config.model.name
+            revision = config.model.revision
         else:
             name, revision = (base, None) if base else _base_in(of_halves)
         try:
@@ -88,7 +90,8 @@ class Trained:
 
     def check_base(self) -> None:
         "UserError: the base is not the one that was trained."
-        digests, was = self.note.get("base", {}), self.note["made_by"]["model"]
+        digests = self.note.get("base", {})
+        was = self.note["made_by"]["model"]
         for half in self.weights:
             same = Path(self.name).name == was
             if half in digests:
@@ -106,9 +109,12 @@ class Trained:
 
     def sampling(self) -> dict[str, Any]:  # generation_config.json
         "The sampling that was trained."
-        part, options = self.base / PARTS["ar"], self.note["options"]
-        file, model = part / "generation_config.json", read_settings(part / "config.json")
-        settings, text = (read_settings(file) if file.is_file() else {}), model["text_config"]
+        part = self.base / PARTS["ar"]
+        options = self.note["options"]
+        file = part / "generation_config.json"
+        model = read_settings(part / "config.json")
+        settings = read_settings(file) if file.is_file() else {}
+        text = model["text_config"]
         for name in ("temperature", "top_p"):
             settings[name] = options.get(name) or settings.get(name) or 1.0
         settings |= {"do_sample": True, "top_k": text["vision_vocab_size"]}  # of all tokens: off
@@ -330,7 +336,9 @@ def write_adapters(
     for update in updates:
         file = update.folder / "adapter_config.json"
         settings = json.loads(file.read_text(encoding="utf-8"))
-        rank, alpha, tensors = update.options["rank"], update.options["alpha"], update.tensors
+        rank = update.options["rank"]
+        alpha = update.options["alpha"]
+        tensors = update.tensors
         if alpha != int(alpha):
             ups = {name: x * (alpha / rank) for name, x in tensors.items() if ".lora_B." in name}
             tensors, alpha = tensors | ups, rank

@@ -10,8 +10,6 @@ __all__ = ['MANY_PASSES', 'LARGEST_MICRO_BATCH', 'MOST_ROWS', 'GPUS', 'LESS_MEMO
 
 # %% ../../nbs/6_run/10_plan.ipynb #w006
 import contextlib
-import itertools
-import json
 import math
 import re
 import statistics
@@ -68,7 +66,8 @@ def count_work(
     training = config.training
     grpo = config.reward.grpo
     component = config.model.component
-    tokens, steps = tokens_of(config.data.size, training.mode), training.max_steps
+    tokens = tokens_of(config.data.size, training.mode)
+    steps = training.max_steps
     every = training.eval_interval
     samples = steps * training.batch_size * grpo.group_size
     images = samples * (grpo.images_per_sample if component == "both" else 1)
@@ -155,7 +154,8 @@ class Step:
 
     def __post_init__(self):
         config, rollout, grpo = self.config, self.config.rollout, self.config.reward.grpo
-        training, component = config.training, config.model.component
+        training = config.training
+        component = config.model.component
         self.trained = self.trained or count_trained(config.model, self.layout)
         prompts = max(1, training.batch_size // self.processes)
         self.images = self.samples = prompts * grpo.group_size
@@ -169,8 +169,10 @@ class Step:
         self.new_tokens = tokens_of(config.data.size, training.mode)
         self.pixels = math.prod(config.data.size)
         text = self.layout["ar"]["config"]["text_config"]
-        width, feed = text["hidden_size"], text["intermediate_size"]
-        layers, tokens = text["num_hidden_layers"], self.prompt_tokens + self.new_tokens
+        width = text["hidden_size"]
+        feed = text["intermediate_size"]
+        layers = text["num_hidden_layers"]
+        tokens = self.prompt_tokens + self.new_tokens
         self.logits = text["vision_vocab_size"]
         # numbers in the keys and values of a token
         heads = text["num_key_value_heads"] / text["num_attention_heads"]
@@ -184,7 +186,8 @@ class Step:
         if self.room and not rollout.token_batch_size:  # as the run splits them
             self.rows = len(split_samples(self.samples, None, self.row, self.room)[0])
         dit = self.layout["dit"]["config"]
-        width, layers = dit["num_attention_heads"] * dit["attention_head_dim"], dit["num_layers"]
+        width = dit["num_attention_heads"] * dit["attention_head_dim"]
+        layers = dit["num_layers"]
         sampled = Denoising(rollout.num_inference_steps, rollout.guidance_scale, {})
         guidance = make_objective(rollout).guidance(sampled)  # in the update
         patches = self.pixels // 256
@@ -212,7 +215,8 @@ def weights_on_device(
     half: str,  # that works
 ) -> int:
     "Bytes of weights on the device. With `model.offload`, frozen ones of the other half are not."
-    model, other = step.config.model, "dit" if half == "ar" else "ar"
+    model = step.config.model
+    other = "dit" if half == "ar" else "ar"
     numbers = sum(numbers_in(part["shapes"]) for part in step.layout.values())
     if model.offload:
         numbers -= numbers_in(step.layout[other]["shapes"])
@@ -290,18 +294,18 @@ def fit(
 ) -> Config:
     "A copy that says numbers: the fastest with a tenth of the memory free, else the smallest."
     config = step.config
-    repeated, size = config.model.gradient_checkpointing, config.training.micro_batch_size
+    repeated = config.model.gradient_checkpointing
+    size = config.training.micro_batch_size
     rows = config.rollout.token_batch_size
     if rows is None and not config.resume:  # an older run goes on as it began
         room = (memory - weights_on_device(step, "ar")) // 4
         rows = int(max(1, min(MOST_ROWS, room // step.row)))
     group = config.reward.grpo.group_size
     divisors = [n for n in range(LARGEST_MICRO_BATCH, 0, -1) if group % n == 0]
-    choices = [*itertools.product([False, True], divisors)]
-    if config.model.lora:
-        choices = [(again, number) for again, number in choices if not again or number <= 4]
-    else:  # each micro-batch adds the gradients of all weights
-        choices.sort(key=lambda choice: -choice[1])
+    few = [n for n in divisors if n <= 4]  # repeated layers gain nothing from more
+    choices = [(False, n) for n in divisors] + [(True, n) for n in few]
+    if not config.model.lora:  # each micro-batch adds the gradients of all weights
+        choices = [(again, n) for n in divisors for again in (False, True)]
     fitted = config
     for again, number in choices:
         changes = {
@@ -316,16 +320,19 @@ def fit(
 
 
 def describe_fit(
-    config: Config,
-    fitted: Config,  # what `fit` made of it
+    fitted: Config,  # what `fit` made
     memory: float,  # bytes
-) -> list[str]:
-    "A line about what was chosen, if anything was."
-    names = "model.gradient_checkpointing", "training.micro_batch_size", "rollout.token_batch_size"
-    values = {name: option_value(fitted, name) for name in names}
-    new = [k for k, value in values.items() if value != option_value(config, k)]
-    chosen = ", ".join(f"{name} {json.dumps(values[name])}" for name in new)
-    return [f"chosen for {memory / 1e9:.0f} GB: {chosen}"] * bool(new)
+) -> str:
+    "A line about what fits."
+    model = fitted.model
+    training = fitted.training
+    rollout = fitted.rollout
+    repeated = str(model.gradient_checkpointing).lower()
+    return (
+        f"for {memory / 1e9:.0f} GB: model.gradient_checkpointing {repeated}, "
+        f"training.micro_batch_size {training.micro_batch_size}, "
+        f"rollout.token_batch_size {rollout.token_batch_size}"
+    )
 
 
 def fit_run(
@@ -337,17 +344,15 @@ def fit_run(
     "What a run chooses before it loads the model. On another device than CUDA: the defaults."
     model = config.model
     device = pick_device(ranks.device or model.device)
-    values = [model.gradient_checkpointing, config.training.micro_batch_size]
-    rows_are_open = config.rollout.token_batch_size is None and not config.resume
-    if device.type != "cuda" or not ("auto" in values or rows_are_open):
+    if device.type != "cuda":
         return without_auto(config)
     ranks.once_per_machine(lambda: download_model(model.name, model.revision))
     memory = min(ranks.gather(torch.cuda.mem_get_info(device)[1]))
-    layout, longest = model_layout(model.name, model.revision), longest_prompt(model, *sized)
+    layout = model_layout(model.name, model.revision)
+    longest = longest_prompt(model, *sized)
     dtype = pick_dtype(model.torch_dtype, device)
     fitted = fit(Step(config, layout, longest, dtype, ranks.world), memory)
-    for line in describe_fit(config, fitted, memory):
-        say("memory", line)
+    say("memory", describe_fit(fitted, memory))
     return fitted
 
 # %% ../../nbs/6_run/10_plan.ipynb #c0dee0b
@@ -396,7 +401,9 @@ def describe_time(
             "not known before a step was taken: a run prints s/step and the time left with each "
             "line, and --resume RUN --dry_run multiplies what the steps of RUN took"
         )
-    steps, every, text = training.max_steps - done, training.eval_interval, f"{step:.1f} s"
+    steps = training.max_steps - done
+    every = training.eval_interval
+    text = f"{step:.1f} s"
     total = steps * step
     if training.eval_samples and not math.isnan(evaluation):
         number = 1  # after training
@@ -419,7 +426,8 @@ def longest_prompt(
         for edits in (data for data in datasets if isinstance(data, I2IDataset)):
             check_source_sizes(edits)
         return max(len(p.encode()) for data in datasets for p in data.prompts) // 3 + 32
-    parts, mode = load_prompt_parts(folder), "i2i" if isinstance(datasets[0], I2IDataset) else "t2i"
+    parts = load_prompt_parts(folder)
+    mode = "i2i" if isinstance(datasets[0], I2IDataset) else "t2i"
     lengths = [
         check_prompt_lengths(parts, data, *size) - tokens_of(size, mode) for data, size in sized
     ]
@@ -441,7 +449,9 @@ def plan(
 ) -> None:
     """Count and estimate a run. UserError as `model_layout` and `count_trained`, for a device or
     number format that is not there, and for a run that its machine cannot hold."""
-    model, machine, memory = config.model, config.training.machine, None
+    model = config.model
+    machine = config.training.machine
+    memory = None
     processes = process_count()
     if not machine:
         device = pick_device(model.device)
@@ -449,7 +459,8 @@ def plan(
     else:
         count, gpu = read_machine(machine)
         processes = count if processes == 1 else processes
-        device, place = torch.device("cuda"), f"each of {machine}"
+        device = torch.device("cuda")
+        place = f"each of {machine}"
         if not torch.cuda.is_available() or gpu not in torch.cuda.get_device_name():
             memory = int(GPUS[gpu])
     dtype = pick_dtype(model.torch_dtype, device)
@@ -466,10 +477,8 @@ def plan(
     say("work", ", ".join(f"{number:,} {what}" for what, number in work.items() if number))
     if device.type == "cuda":
         most = memory or torch.cuda.mem_get_info(device)[1]
-        config = fit(step, most)
-        for line in describe_fit(step.config, config, most):
-            say("memory", line)
-        step = replace(step, config=config)
+        step = replace(step, config=fit(step, most))
+        say("memory", describe_fit(step.config, most))
     sizes = estimate_memory(step)
     peak = sizes["peak"]
     parts = [f"{k} {size / 1e9:.2f}" for k, size in sizes.items() if size and "peak" not in k]

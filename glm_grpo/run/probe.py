@@ -147,7 +147,8 @@ def sample_trees(
         different.setdefault(key, i)
     for i in tqdm([*different.values()][:num_prompts], desc="probe", unit="prompt", disable=None):
         batch = collate([dataset[i]])
-        prompts, sources = batch["prompts"], batch.get("source_images")
+        prompts = batch["prompts"]
+        sources = batch.get("source_images")
         names = SampleNames.grow(
             seed,
             0,

@@ -151,6 +151,7 @@ def write_page(
     agreement: Agreement | None = None,  # that of sampling and scoring before the first update
     facts: dict[str, str] | None = None,  # what was run, as of `run_facts`
     title: str = "Before and after training",
+    decisions: str | None = None,  # the file of `write_microscope` beside it; None: none
 ) -> None:
     """Write the numbers and images of two evaluations as one HTML file, complete or not at all.
     UserError: the prompts differ."""
@@ -182,6 +183,7 @@ def write_page(
         kind=before.kind(),
         alarms=reward_hacking_alarm(evaluations, trained),
         facts=facts,
+        decisions=decisions,
         curves=[(png_address(f), *(f.get_size_inches() * 100).astype(int)) for f in curves],
         legend={key: text for key, text in LEGEND.items() if key in known},
         agreement=agreement,

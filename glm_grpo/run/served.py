@@ -83,7 +83,9 @@ def plain_images(
     rollout: Rollout,
 ) -> Tensor:  # [N, 3, H, W] in [0, 1]
     "Images of given tokens and first noise, one at a time, as diffusers makes that of one prompt."
-    grids, denoising, images = rollout.tokens.grids, rollout.denoising, []
+    grids = rollout.tokens.grids
+    denoising = rollout.denoising
+    images = []
     height, width = rollout.image_tensors.shape[-2:]
     for row, prompt in enumerate(rollout.prompts):
         ids = cast(Tensor, rollout.token_ids)[row]
@@ -191,7 +193,8 @@ def distance(
     p = trained_probabilities(trained.logits[:, :-1], codebook, sampling)
     same = trained_probabilities(served.logits[:, :-1], codebook, sampling)
     q = served_probabilities(served.logits, settings)
-    after, q = q[:, -1], q[:, :-1]
+    after = q[:, -1]
+    q = q[:, :-1]
     outside = q[..., codebook:].sum(-1)
     ends: Iterable[int] = settings.eos_token_id
     ends = [ends] if isinstance(ends, int) else ends or []
@@ -228,7 +231,8 @@ def heldout_prompts(
     batch = collate([dataset[i] for i in range(min(number, len(dataset)))])
     names = "num_inference_steps", "guidance_scale", "temperature", "top_p"
     rollout = RolloutOptions(**{name: options[name] for name in names}, noise_level=0.0)
-    prompts, sources = batch["prompts"], batch.get("source_images")
+    prompts = batch["prompts"]
+    sources = batch.get("source_images")
     sizes = {"height": options["height"], "width": options["width"]}
     return {"prompts": prompts, "images": sources, "options": rollout, "seed": "export", **sizes}
 
@@ -261,7 +265,8 @@ def check_sampling(folder: Path, sampling: dict) -> None:
     "UserError: other sampling stands in a folder than was trained."
     settings, problems = served_settings(folder), []
     for name in ("temperature", "top_p", "top_k"):
-        value, trained = getattr(settings, name), sampling[name]
+        value = getattr(settings, name)
+        trained = sampling[name]
         if value != trained:
             problems.append(f"{name} is {value}, and {trained} was trained")
     if problems:
@@ -273,7 +278,8 @@ def check_sampling(folder: Path, sampling: dict) -> None:
 
 def check_origin(trained: Trained, folder: Path) -> None:
     "UserError: no export, or one of another checkpoint. (An older one does not say of which.)"
-    record, digests = read_settings(folder / "export.json", "merged"), trained.digests()
+    record = read_settings(folder / "export.json", "merged")
+    digests = trained.digests()
     if record.get("trained", digests) != digests:
         raise UserError(
             f"{folder}: made from another checkpoint, of {record['step']} steps. {trained.root} "
@@ -289,7 +295,9 @@ def check_export(
     number: int = 2,  # prompts
 ) -> Distance:
     "Compare what plain diffusers makes of an export with the checkpoint. UserError: they differ."
-    folder, config, sampling = Path(folder), trained.config.model, trained.sampling()
+    folder = Path(folder)
+    config = trained.config.model
+    sampling = trained.sampling()
     check_origin(trained, folder)
     check_model_folder(folder)
     check_sampling(folder, sampling)
@@ -298,7 +306,8 @@ def check_export(
     model = GLMImageWrapper(trained.base, component, *how)
     model.load_adapter(trained.root)
     rollout = model.generate_with_tracking(**heldout_prompts(trained, number))
-    was, K = measure(model.pipe, rollout), model.ar.config.vq_config.num_embeddings
+    was = measure(model.pipe, rollout)
+    K = model.ar.config.vq_config.num_embeddings
     device, dtype = model.device, model.dtype
     del model  # both may not fit
     settings = served_settings(folder)
@@ -340,7 +349,8 @@ def check_distance(apart: Distance, effect: Distance, dtype: torch.dtype, folder
         "logprobs": 1e-4 if exact else 2e-2,
         "images": 1e-4 if exact else 1e-2,
     }.items():
-        value, moved = getattr(apart, name), getattr(effect, name)
+        value = getattr(apart, name)
+        moved = getattr(effect, name)
         if value > max(least, moved / 2):
             raise UserError(
                 f"{folder}: the {name} of given tokens are {value:.1e} from the checkpoint's, "

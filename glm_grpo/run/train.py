@@ -54,6 +54,7 @@ from glm_grpo.run.evaluation import (
     try_noise,
     write_eval,
 )
+from .microscope import write_microscope
 from .plan import describe_time, fit_run, many_passes, plan
 from .report import before_after_grid, run_facts, write_page
 from ..training.callbacks import CheckpointCallback
@@ -75,7 +76,10 @@ class Run:
         interrupts: Interrupts,  # that are watched
         held: contextlib.ExitStack,  # for the lock of the folder, and trackers
     ):
-        self.config, self.ranks, self.interrupts, self.held = config, ranks, interrupts, held
+        self.config = config
+        self.ranks = ranks
+        self.interrupts = interrupts
+        self.held = held
         self.out: Path | None = None  # the folder, until `take_folder`
         for line in unused_settings():
             self.say("note", line)
@@ -106,7 +110,8 @@ class Run:
 
     def take_folder(self) -> Path:
         "Make and lock the folder. UserError: another run has it."
-        folder, resume = self.config.training.output_dir, self.config.resume
+        folder = self.config.training.output_dir
+        resume = self.config.resume
         out = make_folder(folder)
         self.held.enter_context(locked(out))
         if self.config.starts_over:
@@ -168,7 +173,8 @@ class Training:
 
     def measure_noise(self, quiet: Evaluation) -> None:
         "Print what the noise of training costs, on a few of the held-out prompts."
-        run, rollout = self.run, self.config.rollout
+        run = self.run
+        rollout = self.config.rollout
         noisy = self.model.dit_decides and find_objective(rollout.dit_objective).is_gaussian
         if not noisy or not rollout.noise_level or len(quiet.seeds) < 2:
             return
@@ -186,7 +192,8 @@ class Training:
 
     def evaluate(self, phase: str) -> Evaluation | None:
         "Measure before or after training, and print what came out."
-        run, number = self.run, self.config.training.eval_samples
+        run = self.run
+        number = self.config.training.eval_samples
         if not number:
             return None
         run.say(phase, f"measuring {number} images of each prompt")
@@ -209,7 +216,9 @@ class Training:
 
     def train(self) -> bool:  # whether all steps are done; else all ranks stopped after one step
         "Evaluate, resume from the checkpoint, train, evaluate."
-        config, run, trainer = self.config, self.run, self.trainer
+        config = self.config
+        run = self.run
+        trainer = self.trainer
         training = config.training
         self.before = self.measured_before() or self.evaluate("before")  # as it was loaded
         if self.before and not config.resume:
@@ -277,11 +286,13 @@ def save_before(out: Path, config: Config, before: Evaluation) -> None:
 
 def read_before(out: Path, config: Config, history: list[Evaluation]) -> Evaluation | None:
     "What `save_before` kept, with its numbers; None: nothing, or of other options."
-    folder, first = out / "before", next((one for one in history if not one.step), None)
+    folder = out / "before"
+    first = next((one for one in history if not one.step), None)
     options = folder / "options.json"
     if first is None or not options.is_file() or options.read_text() != _measured_with(config):
         return None
-    images, prompts = [], range(len(first.prompts))
+    images = []
+    prompts = range(len(first.prompts))
     try:
         for i in prompts:
             row = [load_image(folder / f"{i}_{seed}.png") for seed in range(len(first.seeds))]
@@ -407,7 +418,9 @@ def check_resume(
 ) -> int:  # the checkpoint's step
     """UserError: the checkpoint is none, was made with other options of model, optimizer or data
     (all are named), or has nothing left to do."""
-    resume, model, training = str(config.resume), config.model, config.training
+    resume = str(config.resume)
+    model = config.model
+    training = config.training
     note = read_note(resume)
     made_by = {
         "model": Path(model.name).name,
@@ -464,9 +477,13 @@ def write_config(config: Config, out: str | Path) -> None:
 
 
 def write_results(training: Training) -> None:
-    "eval.json, before_after.png, page.html and reward_curve.png, each if there are data for it."
-    out, before, after = training.out, training.before, training.after
-    watch, lines = training.watch, read_metrics(out / "metrics.jsonl")
+    """eval.json, before_after.png, page.html and reward_curve.png, each if there are data for it,
+    and microscope.html."""
+    out = training.out
+    before = training.before
+    after = training.after
+    watch = training.watch
+    lines = read_metrics(out / "metrics.jsonl")
     if before and after:
         write_eval(out / "eval.json", before=before, after=after)
         save_figure(before_after_grid(before, after), out / "before_after.png")
@@ -480,14 +497,17 @@ def write_results(training: Training) -> None:
             lines=lines,
             agreement=training.trainer.agreement,
             facts=run_facts(training.config.model, training.config.training.max_steps, lines),
+            decisions="microscope.html",
         )
     if lines:
         save_figure(step_curves(lines, watch.history), out / "reward_curve.png")
+    write_microscope(out / "microscope.html", out)
 
 # %% ../../nbs/6_run/12_train.ipynb #n015
 def launcher() -> str:
     "How the processes of this run were started: python, or torchrun."
-    processes, here = process_count(), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    processes = process_count()
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if processes == 1:
         return "python -m"
     if processes == here:
@@ -497,7 +517,9 @@ def launcher() -> str:
 
 def command(training: Training, checkpoint: str | Path) -> str:
     "How it goes on from a checkpoint: resume the run; where all steps are done, evaluate it."
-    config, start, program = training.config, launcher(), "train --resume"
+    config = training.config
+    start = launcher()
+    program = "train --resume"
     final = training.out / "checkpoints" / "checkpoint_final"
     if training.trainer.step == config.training.max_steps and final.is_dir():
         start, program = "python -m", "evaluate --checkpoint"
@@ -533,7 +555,8 @@ def stop(
 def explain(error: Exception, run: Run, training: Training | None) -> None:
     "UserError with the fix, if there is one; else notes on the error. Saves the trained steps."
     trainer = training.trainer if training else None
-    fix, saved = remedy(error, run.out or Path(), trainer), ""
+    fix = remedy(error, run.out or Path(), trainer)
+    saved = ""
     if training and trainer and (trainer.step > run.first_step or trainer.half_done):
         saved = rescue_steps(trainer, training.out, partial(command, training))
     if fix:

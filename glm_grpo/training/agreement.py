@@ -160,13 +160,17 @@ def agreement_of(
 ) -> Agreement:
     "The gaps over the samples of all ranks."
     dtype = str(getattr(model, "dtype", "float32")).removeprefix("torch.")
-    of_ranks, policies, loops, grpo = ranks.gather(metrics), {}, {}, options.grpo
+    of_ranks = ranks.gather(metrics)
+    policies = {}
+    loops = {}
+    grpo = options.grpo
     for name in metrics:
         numbers = merge_lines([of_rank[name] for of_rank in of_ranks])
         if "loop_gap" in numbers:
             loops[name] = loop_gap(numbers, dtype)
         if first and "old_new_gap" in numbers:  # else the policy's numbers are no log-ratios
-            option, same = own_option(grpo, name, "clip_range"), options.step.mini_batches == 1
+            option = own_option(grpo, name, "clip_range")
+            same = options.step.mini_batches == 1
             how = model.policies[name], dtype, getattr(grpo, option), loops.get(name), same
             policies[name] = replace(old_new_gap(numbers, *how), clip_option=option)
     return Agreement(policies, dtype, options.step.micro_batch_size, loops)

@@ -45,7 +45,8 @@ def facts_of(
     note: dict[str, Any],  # as `make_note` writes it; before a model is loaded it has less
 ) -> dict[str, Any]:
     "What a checkpoint must share with the run that goes on from it, as far as it is known."
-    made_by, data = note["made_by"], note["data"] or {}
+    made_by = note["made_by"]
+    data = note["data"] or {}
     facts = made_by | {"lora": made_by["lora"] is not None}
     facts |= {f"lora_{name}": value for name, value in (made_by["lora"] or {}).items()}
     facts["optimizer"] = note["options"].get("optimizer", "adamw")
@@ -215,7 +216,8 @@ def save_checkpoint(
     """Save weights, AdamW's state, step and place in the data. If the weights are sharded, all
     ranks must call it. UserError as `write_checkpoint`."""
     optimizer, ranks = trainer.optimizer, trainer.ranks
-    adamw, masters = optimizer.adamw.state_dict(), optimizer.masters or []
+    adamw = optimizer.adamw.state_dict()
+    masters = optimizer.masters or []
     if not ranks.shards:
         write_checkpoint(path, trainer, adamw, masters)
         return
@@ -223,7 +225,8 @@ def save_checkpoint(
     for half, model in trainer.model.halves.items():
         trainer.model.wake(half)
         weights[half] = ranks.full_state(model.state_dict())
-    adamw, masters = ranks.full_state(adamw), ranks.full_state(masters)
+    adamw = ranks.full_state(adamw)
+    masters = ranks.full_state(masters)
     ranks.unshard()  # state_dict has sharded the model
 
     def write():
@@ -250,7 +253,10 @@ def read_state(
     from safetensors.torch import load_file
 
     folder = path / STATE if (path / STATE).is_dir() else path  # older ones have no such folder
-    weights, masters, averages, file = optimizer.stepped, [], {}, folder / "optimizer.pt"
+    weights = optimizer.stepped
+    masters = []
+    averages = {}
+    file = folder / "optimizer.pt"
     # mapped into memory, so that ranks share its pages and read only their slices
     options: dict[str, Any] = {"map_location": "cpu", "weights_only": True, "mmap": True}
 
@@ -288,8 +294,11 @@ def load_checkpoint(
     """Continue from a checkpoint. UserError, before anything is changed: it is missing or broken,
     or has another model, optimizer, number of prompts, batch size or seed. Other options cause a
     warning, and this run's apply."""
-    path, optimizer, loader = Path(path), trainer.optimizer, trainer.train_dataloader
-    note, here = read_note(path), make_note(trainer)
+    path = Path(path)
+    optimizer = trainer.optimizer
+    loader = trainer.train_dataloader
+    note = read_note(path)
+    here = make_note(trainer)
     check_fits(path, note, here)
     adamw, masters, averages = read_state(path, optimizer)
     if note["data"] is not None and hasattr(loader, "load_state_dict"):
@@ -310,7 +319,8 @@ def load_checkpoint(
                 stacklevel=3,
             )
         optimizer.load_average(name, averages.get(name))
-    trainer.step, trainer.learner.bad_steps = note["step"], note["bad_steps"]
+    trainer.step = note["step"]
+    trainer.learner.bad_steps = note["bad_steps"]
 
 # %% ../../nbs/5_training/10_checkpoints.ipynb #n008f
 def _written(checkpoint):

@@ -59,7 +59,10 @@ class Collector:
         ranks: Ranks,
     ):
         "UserError: a policy has no reward, or one that cannot be called or that has no parts."
-        self.model, self.options, self.ranks, self.rewards = model, options, ranks, {}
+        self.model = model
+        self.options = options
+        self.ranks = ranks
+        self.rewards = {}
         for name in model.policies:
             reward: Any = reward_function
             if isinstance(reward, dict):
@@ -76,7 +79,8 @@ class Collector:
                     "set normalise none."
                 )
             self.rewards[name] = reward
-        grpo, policies = options.grpo, list(model.policies.values())
+        grpo = options.grpo
+        policies = list(model.policies.values())
         self.own_advantages = own_advantages(grpo)
         self.warned_of_missing = False
         self.slow_copy_samples = any(p.slow_copy_samples(options.rollout) for p in policies)
@@ -100,7 +104,8 @@ class Collector:
         agreement: Any = None,  # an `Agreement`
     ) -> Experience:
         "Sample, compute rewards and advantages. UserError: the batch has no prompts."
-        start, peak = time.perf_counter(), PeakMemory(self.device)
+        start = time.perf_counter()
+        peak = PeakMemory(self.device)
         batch, names = self.open_batch(batch, step)
         different = dict.fromkeys(self.rewards.values())
         pending = [PendingRewards.of_batch(r, batch, self.images_per_prompt) for r in different]
@@ -146,10 +151,12 @@ class Collector:
             opened.append(as_batch(batch))
             return request_names(opened[0]["prompts"], opened[0]["source_images"])
 
-        of_ranks, rank = self.ranks.agree(requests), self.ranks.rank
+        of_ranks = self.ranks.agree(requests)
+        rank = self.ranks.rank
         before = Counter(itertools.chain(*of_ranks[:rank]))
         images = self.images_per_sample
-        samples, seed = self.images_per_prompt // images, self.options.step.seed
+        samples = self.images_per_prompt // images
+        seed = self.options.step.seed
         return opened[0], SampleNames.grow(seed, step, of_ranks[rank], samples, images, before)
 
     def sample(
@@ -181,7 +188,8 @@ class Collector:
     ) -> float:
         """The number of images without a reward, or without one in a part that scores others of
         their prompt. Says once which they are. RewardError: no image has a reward."""
-        names, missing = scored_parts(reward), rewards.rewards.isnan()
+        names = scored_parts(reward)
+        missing = rewards.rewards.isnan()
         if missing.all():
             message = (
                 f"The reward {names} has nothing to score in any image of this step (it returned "
@@ -192,7 +200,8 @@ class Collector:
         groups = torch.arange(len(missing)) // self.images_per_prompt
         for name, values in rewards.parts.items():
             gaps = values.isnan() & ~group_means(values, groups).isnan()
-            missing, counts[name] = missing | gaps, max(counts.get(name, 0), int(gaps.sum()))
+            missing = missing | gaps
+            counts[name] = max(counts.get(name, 0), int(gaps.sum()))
         if missing.any() and self.ranks.first and not self.warned_of_missing:
             self.warned_of_missing = True
             parts = ", ".join(f"{name} for {count}" for name, count in counts.items() if count)
@@ -212,14 +221,17 @@ class Collector:
     ) -> Experience:
         "An `Experience`: each policy's samples with their advantages."
         samples, counted, numbers, parts = {}, {}, {}, {}
-        policies, ranks = self.model.policies, self.ranks
+        policies = self.model.policies
+        ranks = self.ranks
         relative = self.options.grpo.advantage_epsilon
         for name, reward in self.rewards.items():
             prefix = f"{name}/" if len(rewards) > 1 else ""
             numbers[f"{prefix}missing_scores"] = self.count_missing(reward, rewards[reward])
         for name, policy in policies.items():
-            own, reward = policy.samples(rollout, self.images_per_prompt), self.rewards[name]
-            images, of_reward = len(rollout) // len(own), rewards[reward]
+            own = policy.samples(rollout, self.images_per_prompt)
+            reward = self.rewards[name]
+            images = len(rollout) // len(own)
+            of_reward = rewards[reward]
             how = reward, own.group_size, images, self.options, self.own_advantages
             of_samples, advantages, counted[name] = compare_samples(of_reward, *how)
             own = own.with_advantages(ranks.own(advantages), ranks.own(counted[name]))

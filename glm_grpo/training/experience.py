@@ -33,7 +33,8 @@ def own_advantages(grpo: GRPOOptions) -> Callable | None:  # in place of `scale`
     if grpo.advantages is None:
         return None
     form = "def f(rewards, group_size), which returns as many advantages"
-    name, call = "reward.grpo.advantages", (torch.zeros(2), 2)
+    name = "reward.grpo.advantages"
+    call = (torch.zeros(2), 2)
     return load_called(grpo.advantages, name, form, *call)
 
 
@@ -70,12 +71,14 @@ def compare_samples(
     2402.03300, 4.1; with `normalise` "group" arXiv 2601.05242). A sample without a score (NaN) is
     left out: its advantage is 0, and it does not count. UserError: `own` returns something else
     than an advantage for each sample."""
-    of_images, relative = rewards.rewards, options.grpo.advantage_epsilon
+    of_images = rewards.rewards
+    relative = options.grpo.advantage_epsilon
     if any(values.isnan().any() for values in rewards.parts.values()):
         groups = torch.arange(len(of_images)) // (group_size * images_per_sample)
         of_images = weigh(rewards.parts, reward.weights, groups)
     of_samples = of_images.view(-1, images_per_sample).nanmean(1)
-    known, scale = ~of_samples.isnan(), options.grpo.scale
+    known = ~of_samples.isnan()
+    scale = options.grpo.scale
     if options.normalise == "group":
         parts = {}
         for name, values in rewards.parts.items():
@@ -194,7 +197,8 @@ class Experience:
     @contextlib.contextmanager
     def measured(self, phase: str, device: torch.device | str) -> Iterator[None]:
         "Record the seconds and the peak memory of this block."
-        start, peak = time.perf_counter(), PeakMemory(device)
+        start = time.perf_counter()
+        peak = PeakMemory(device)
         yield
         self.seconds[phase] = time.perf_counter() - start
         self.memory[phase] = peak.gigabytes()

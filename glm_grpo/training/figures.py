@@ -112,7 +112,8 @@ def step_curves(
     rows = [["reward"] * max(1, len(shown)), shown]
     mosaic: list = [row for row in rows if row]
     axes = figure.subplot_mosaic(mosaic)
-    top, width = axes["reward"], max(1, len(lines) // 10)
+    top = axes["reward"]
+    width = max(1, len(lines) // 10)
     rewards = np.array([line["reward_mean"] for line in lines], dtype=float)
     means = [rewards[max(0, end - width) : end].mean() for end in range(1, len(lines) + 1)]
     top.plot(steps, rewards, color="C0", alpha=0.35, lw=1, label="each step")

@@ -55,7 +55,8 @@ def uncut() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before, noted = signal.getsignal(signal.SIGINT), []
+    before = signal.getsignal(signal.SIGINT)
+    noted = []
 
     def note(signum, frame):
         noted.append(frame)

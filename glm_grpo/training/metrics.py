@@ -98,7 +98,8 @@ def merge_lines(
 ) -> dict[str, float]:
     "Means, weighted by the numbers of samples; of the largest gaps the maximum."
     lines = [line for line in lines if line["samples"]]
-    total, merged = sum(line["samples"] for line in lines), {}
+    total = sum(line["samples"] for line in lines)
+    merged = {}
     for name in lines[0]:
         if name in ("old_new_gap", "loop_gap"):
             merged[name] = max(line[name] for line in lines)

@@ -53,12 +53,15 @@ class PolicyOptimizer:
         slow: str | None = None,  # the policy that may have a slow copy
     ):
         "UserError: bitsandbytes is not installed."
-        self.parameters, self.options, self.slow_policy = parameters, options, slow or ""
+        self.parameters = parameters
+        self.options = options
+        self.slow_policy = slow or ""
         # float32 copies of weights that are not float32: small steps would be rounded away
         self.masters = None
         if any(p.dtype != torch.float32 for p in self.trained):
             self.masters = [nn.Parameter(p.detach().float()) for p in self.trained]
-        stepped, groups = iter(self.stepped), []
+        stepped = iter(self.stepped)
+        groups = []
         for name, own in parameters.items():
             group = {"params": list(islice(stepped, len(own))), "name": name}
             rates = {"lr": options.learning_rate_of(name), "eps": options.epsilon_of(name)}
@@ -106,7 +109,8 @@ class PolicyOptimizer:
 
             @torch.no_grad()
             def move(p, master=master):
-                gradient, p.grad = p.grad.float(), None
+                gradient = p.grad.float()
+                p.grad = None
                 master.grad = gradient if master.grad is None else master.grad.add_(gradient)
 
             hooks.append(p.register_post_accumulate_grad_hook(move))
@@ -167,7 +171,8 @@ class PolicyOptimizer:
             counts = []
             for state in map(self.adamw.state.get, group["params"]):
                 if state and "exp_avg_sq" in state:
-                    v, correction = state["exp_avg_sq"], 1 - group["betas"][1] ** int(state["step"])
+                    v = state["exp_avg_sq"]
+                    correction = 1 - group["betas"][1] ** int(state["step"])
                     below = (v > 0) & (v < group["eps"] ** 2 * correction)
                     counts.append(torch.stack([full_tensor(x.sum()) for x in (below, v > 0)]))
             if counts:

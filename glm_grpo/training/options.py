@@ -392,7 +392,8 @@ class RecordOptions:
     save_rollouts: int = option(
         0,
         "steps between two tables in rollouts/, one row for each image: prompt, rewards, "
-        "advantages, and the image as a file; W&B shows them, too; 0: none",
+        "advantages, the image as a file, and what the step did to its decisions, which "
+        "microscope.html shows; W&B shows the images, too; 0: none",
         at_least(0),
     )
     trackers: list[str] | str | None = option(
@@ -459,8 +460,10 @@ def loss_problems(grpo: GRPOOptions, mode: str) -> Iterator[str]:
         )
     for prefix in ("", "dit_"):  # of the options of tokens, and of denoising
         policy = prefix.rstrip("_")
-        clip, low = grpo.clip_of(policy), grpo.clip_range_of(policy)
-        high, delta = clip["clip_range_high"] or low, clip["delta"]
+        clip = grpo.clip_of(policy)
+        low = grpo.clip_range_of(policy)
+        high = clip["clip_range_high"] or low
+        delta = clip["delta"]
         if grpo.loss_type == "cispo" and high <= 1:
             yield (
                 f"reward.grpo.{prefix}clip_range_high: with loss_type cispo it is the largest "
@@ -519,7 +522,8 @@ def complete_trainer_options(
         )
     if options is None:
         defaults = PUBLISHED_DEFAULTS | getattr(model, "image_defaults", {})
-        options, values = TrainerOptions().with_changes(**defaults | values), {}
+        options = TrainerOptions().with_changes(**defaults | values)
+        values = {}
     if values:
         raise UserError(
             f"options: given together with {', '.join(values)}, so it is open which one counts. "

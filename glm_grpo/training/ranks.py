@@ -81,7 +81,9 @@ class Ranks:
         world: int = 1,  # how many they are
         device: str | None = None,  # of this rank, where a launcher has chosen one
     ):
-        self.rank, self.world, self.device = rank, world, device
+        self.rank = rank
+        self.world = world
+        self.device = device
         self.first = rank == 0
         self.shards: dict[
             Any, bool
@@ -154,7 +156,8 @@ class Ranks:
         try:
             answer = work()
         except Exception as e:  # raised again below, after the other ranks have received it
-            error, reason = e, f"{type(e).__name__}: {e}"
+            error = e
+            reason = f"{type(e).__name__}: {e}"
             if not isinstance(e, UserError | RewardError):  # told by the others: see `tell_end`
                 at = traceback.extract_tb(e.__traceback__)[-1]
                 reason += f" ({at.filename}, line {at.lineno})"

@@ -71,7 +71,8 @@ class MinimalGRPOTrainer:
         values = {"height": height, "width": width, "guidance_scale": guidance_scale}
         values |= {"group_size": group_size, "num_inference_steps": num_inference_steps}
         values |= {"clip_range": clip_range, "learning_rate": learning_rate}
-        self.model, self.ranks = model, ranks or Ranks()
+        self.model = model
+        self.ranks = ranks or Ranks()
         self.options = complete_trainer_options(model, options, values, changes)
         self.learner = Learner(model, self.options, self.ranks, loss)
         self.collector = Collector(model, reward_function, self.options, self.ranks)
@@ -119,7 +120,8 @@ class MinimalGRPOTrainer:
         if num_steps is None:
             num_steps = batches_per_pass(self.train_dataloader)
         self.stop, self.last_step, begin = False, self.step + num_steps, len(self.history)
-        batches, taken = endless_batches(self.train_dataloader, self.step), []
+        batches = endless_batches(self.train_dataloader, self.step)
+        taken = []
         with callbacks_running(self):
             while self.step < self.last_step and not any(self.ranks.gather(self.stop)):
                 with unlearnt_batch_returns(self):
@@ -178,7 +180,8 @@ class MinimalGRPOTrainer:
         self.history = [line for line in self.history if line["step"] <= self.step]
 
     def __repr__(self):
-        options, name = self.options, getattr(self.model, "name", type(self.model).__name__)
+        options = self.options
+        name = getattr(self.model, "name", type(self.model).__name__)
         return (
             f"MinimalGRPOTrainer({' and '.join(self.policies)} of {Path(str(name)).name}: step "
             f"{self.step}, groups of {self.group_size}, {options.height} x {options.width} pixels, "
