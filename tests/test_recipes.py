@@ -1,5 +1,5 @@
 """The files in `configs/` for the published model: memory and images of a training step, in
-6_run/10_plan, in the README and in the comments of the files."""
+6_run/11_plan, in the README and in the comments of the files."""
 
 import re
 from dataclasses import replace
@@ -18,12 +18,12 @@ from glm_grpo.training.options import with_options
 from glm_grpo.training.ranks import Ranks
 
 REAL = sorted((ROOT / "configs").glob("real_*.yaml"))
-PLAN = (ROOT / "nbs/6_run/10_plan.ipynb").read_text(encoding="utf-8")
+PLAN = (ROOT / "nbs/6_run/11_plan.ipynb").read_text(encoding="utf-8")
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def row_of(name):
-    "(machine, GB, images) of the stored table in 6_run/10_plan."
+    "(machine, GB, images) of the stored table in 6_run/11_plan."
     row = rf"\| ([^|]*) \| `{name}` \|[^|]*\| ([\d.]+) GB[^|]*\| ([\d.]+) GB[^|]*\| (\d+) \|"
     match = re.search(row, PLAN)
     return match[1], float(match[2]), float(match[3]), int(match[4])

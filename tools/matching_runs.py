@@ -10,7 +10,7 @@ are shorter, and seed 0 of `matching` ran 64 steps. 1_maths/05_matching has the 
 
 With --methods the runs are those of `METHODS`, with four prompts in a step, and their results go to
 results/method_runs: several updates on a rollout with the clip and with Flow-DPPO, pairs, and
-DiffusionNFT. 6_run/13_results has their figure. Seeds are the outer loop, so that it can be ended
+DiffusionNFT. 6_run/14_results has their figure. Seeds are the outer loop, so that it can be ended
 after any run.
 """
 

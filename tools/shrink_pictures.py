@@ -1,6 +1,6 @@
 """Reduce the images in notebooks to 256 colours: about a third of their size.
 
-python tools/shrink_pictures.py nbs/6_run/13_results.ipynb ...   (without names: all notebooks)
+python tools/shrink_pictures.py nbs/6_run/14_results.ipynb ...   (without names: all notebooks)
 
 Run it after a notebook was run. Images that have a palette already stay as they are.
 """
