@@ -165,6 +165,10 @@ SLIPS = {  # words -> a part of the message
     "--training.shard true --model.lora false --model.component dit --rollout.compile true": (
         "Set rollout.compile to auto or false"
     ),
+    "--model.component dit --rollout.pairs_churn 0.1": "rollout.pairs_churn, rollout.pairs_clip",
+    "--rollout.dit_objective pairs": "model.component ar does not train the DiT",
+    "--model.component dit --rollout.dit_objective pairs --reward.grpo.loss_type sapo": "a loss of "
+    "its own",
 }
 
 
@@ -219,6 +223,8 @@ WORDS = {  # words -> a part of the message
     "--training.max_steps 2.5": "--training.max_steps 2.5: ",
     "--output_dir ''": "--training.output_dir '': is empty. Give a value",
     "--seed --mode i2i": "--training.seed '': is empty. Give a value",
+    "--rollout.compile maybe": "this is not of type bool or auto",
+    "--reward.grpo.loss_type dpo": "take grpo, bnpo",
     "--trust_run_code maybe": "--trust_run_code maybe: this is not of type bool",
     "--num_steps 3 stray": "'stray' belongs to no option",
     "--xyzzy 3": "--xyzzy: no such option. --help all lists them",

@@ -300,6 +300,7 @@ def test_dppo_gets_the_exact_divergence_of_each_step(model):
         (PAIRS | {"dit_clip_range": 1e-2}, "set rollout.pairs_clip"),
         (PAIRS | {"importance_sampling_level": "sequence"}, "importance_sampling_level sequence"),
         (PAIRS | {"dit_pull": 1.0}, "reward.grpo.dit_pull"),
+        (PAIRS | {"mini_batches": 2}, "training.mini_batches"),
         ({"preview_share": 0.5, "mode": "i2i"}, "an edit has no preview"),
         ({"preview_share": 0.5, "importance_sampling_level": "sequence"}, "preview_share"),
     ],

@@ -6,6 +6,7 @@ import json
 import pytest
 from helpers import main, read_jsonl, resume, small, told
 
+from glm_grpo.data.basics import UserError
 from glm_grpo.maths.loss import LOSSES, compute_grpo_loss
 from glm_grpo.run.build import check_loss
 from glm_grpo.run.microscope import read_decisions
@@ -183,3 +184,22 @@ def test_the_check_of_a_loss_accepts_the_built_in_ones():
         for beta in (0.0, 0.1):
             options = {"loss_type": loss_type, "importance_sampling_level": level, "beta": beta}
             check_loss(compute_grpo_loss, "built in", GRPOOptions(**options))
+
+
+def test_a_loss_is_tried_with_an_advantage_for_each_token():
+    "Where a run has them: `advantages[:, None]` would pair each sample with all others."
+
+    def loss(new, old, advantages, *, num_decisions, **options):
+        value = -((new - old).exp() * advantages[:, None]).sum() / num_decisions
+        return value, {}
+
+    def right(new, old, advantages, **options):
+        return loss(new, old, advantages.view(len(advantages), -1)[:, 0], **options)
+
+    check_loss(loss, "my.py:loss", GRPOOptions())
+    for changes in ({"preview_share": 0.5}, {"entropy_share": 0.2}):
+        grpo = GRPOOptions(**changes)
+        with pytest.raises(UserError, match="where each token has an advantage of its own"):
+            check_loss(loss, "my.py:loss", grpo)
+        check_loss(right, "my.py:right", grpo)
+        check_loss(compute_grpo_loss, "built in", grpo)

@@ -27,7 +27,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -46,6 +46,7 @@ from ..model.tokens import prepare_prompts
 from ..model.wrapper import GLMImageWrapper
 from ..rewards.perception import image_numbers
 from ..run.command_line import build, read_words, run_command
+from ..training.experience import Experience
 from ..training.metrics import PeakMemory
 from ..training.trainer import MinimalGRPOTrainer
 
@@ -352,8 +353,7 @@ def split_step(
     trainer.train_step(batch)  # slower: it compiles
     parts.step(trainer, batch)
     step = sum(parts.seconds[part] for part in PARTS)
-    experience = trainer.last_experience
-    assert experience is not None
+    experience = cast(Experience, trainer.last_experience)  # of the step above
     rollout, samples = experience.rollout, experience.samples["ar"].rollout
     with torch.no_grad():
         old = parts.timed("old log-probs", model.compute_token_logprobs)

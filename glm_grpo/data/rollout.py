@@ -347,7 +347,8 @@ class RolloutOptions:
     pairs_churn: float = option(
         0.0025,
         "with dit_objective pairs: share of the noise that is replaced, over all steps; the "
-        "images of a group differ by this noise alone",
+        "images of a group differ by this noise alone. The less, the larger are ratios: with "
+        "several updates on a rollout take more churn, or a rate as low as the paper's 3e-5",
         above(0, 1),
     )
     pairs_clip: float = option(

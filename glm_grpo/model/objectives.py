@@ -444,6 +444,11 @@ class Pairs(NoisySteps):
                 "reward.grpo.dit_clip_range, dit_clip_range_high, dit_delta: rollout.dit_objective "
                 "pairs has a bound of its own. Leave them out, and set rollout.pairs_clip."
             )
+        if options.step.mini_batches > 1:
+            yield (
+                "training.mini_batches: rollout.dit_objective pairs magnifies the rounding of "
+                "other micro-batches. Set it to 1."
+            )
         if grpo.importance_sampling_level == "sequence":
             yield (
                 "reward.grpo.importance_sampling_level sequence: with rollout.dit_objective pairs "

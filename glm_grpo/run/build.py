@@ -295,7 +295,7 @@ def check_loss(
     options = loss_options("ar", grpo)
     options |= {"num_samples": 4, "num_decisions": 12, "as_tensors": True}
 
-    def gradient(rows):
+    def gradient(rows, advantages=advantages):
         logprobs = new[rows].clone().requires_grad_()
         more = {}
         if beta := grpo.beta_of("ar"):
@@ -316,6 +316,14 @@ def check_loss(
             f"training.loss {name}: its gradient depends on how the samples are split into "
             "micro-batches. In place of a mean, divide a sum over the samples by num_samples, or "
             "a sum over their decisions by num_decisions: they count the whole batch."
+        )
+    if grpo.entropy_share is None and grpo.preview_share is None:
+        return
+    if not torch.allclose(whole, gradient(slice(4), advantages[:, None].expand(4, 3)), rtol=1e-3):
+        raise UserError(
+            f"training.loss {name}: its gradient differs where each token has an advantage of its "
+            "own, as with reward.grpo.entropy_share and preview_share: advantages are then "
+            "[samples, decisions]. Use advantages.view(len(advantages), -1)."
         )
 
 

@@ -27,7 +27,7 @@ from ..data.images import height_width
 from ..data.rollout import RolloutOptions
 from ..model.adapters import LoraOptions
 from ..model.loading import is_hub_id
-from ..model.objectives import find_objective
+from ..model.objectives import Pairs, find_objective
 from ..rewards.registry import BRING_WEIGHTS, METRICS, Brought, named_functions
 from ..rewards.remote import check_address
 from glm_grpo.training.options import (
@@ -393,7 +393,24 @@ def denoising_problems(config: Config) -> Iterator[str]:
             "reward.grpo.preview_share: it weighs tokens, and model.component dit trains none. Set "
             "it to null."
         )
+    pairs = component != "ar" and issubclass(find_objective(rollout.dit_objective), Pairs)
+    own = rollout.pairs_churn, rollout.pairs_clip
+    if not pairs and own != (RolloutOptions.pairs_churn, RolloutOptions.pairs_clip):
+        yield (
+            "rollout.pairs_churn, rollout.pairs_clip: they are for rollout.dit_objective pairs, "
+            "where the DiT trains. Leave them out."
+        )
+    if component == "dit" and pairs and config.reward.grpo.loss_type != "grpo":
+        yield (
+            "reward.grpo.loss_type: rollout.dit_objective pairs has a loss of its own, that of "
+            "SPO. Leave it out."
+        )
     if component == "ar":
+        if rollout.dit_objective != RolloutOptions.dit_objective:
+            yield (
+                "rollout.dit_objective: model.component ar does not train the DiT. Set it to both "
+                "or dit."
+            )
         if config.reward.grpo.dit_pull or config.reward.grpo.dit_pull_slow:
             yield (
                 "reward.grpo.dit_pull, reward.grpo.dit_pull_slow: they are for the denoising "

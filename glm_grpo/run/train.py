@@ -176,7 +176,10 @@ class Training:
         run = self.run
         rollout = self.config.rollout
         noisy = self.model.dit_decides and find_objective(rollout.dit_objective).is_gaussian
-        if not noisy or not rollout.noise_level or len(quiet.seeds) < 2:
+        if not noisy or not rollout.noise_level:
+            return
+        if len(quiet.seeds) < 2:
+            run.say("noise", "its cost is not measured: that takes training.eval_samples 2")
             return
 
         def measure(level):

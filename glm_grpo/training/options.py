@@ -199,8 +199,8 @@ class GroupOptions:
     preview_share: float | None = option(
         None,
         "share of the preview's tokens in the loss of an image, the rest is the large grid's; "
-        "null: every token weighs the same, so the preview has about a fifth. python -m "
-        "glm_grpo.probe prints the share that the variances of the reward suggest",
+        "null: every token weighs the same, so at 1024 pixels the preview has about a "
+        "fifth. python -m glm_grpo.probe prints the share that the variances of the reward suggest",
         at_least(0, 1),
     )
     entropy_share: float | None = option(
