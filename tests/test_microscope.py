@@ -10,7 +10,13 @@ import numpy as np
 import pytest
 from helpers import read_jsonl
 
-from glm_grpo.run.microscope import KINDS, read_decisions, write_microscope
+from glm_grpo.run.microscope import (
+    KINDS,
+    SavedStep,
+    policy_facts,
+    read_decisions,
+    write_microscope,
+)
 from glm_grpo.toy import ToyStudio, icon_images, nearness
 from glm_grpo.training.callbacks import JsonlLogger, RolloutTable
 from glm_grpo.training.trainer import MinimalGRPOTrainer
@@ -40,6 +46,19 @@ def numbers(run):
 def unpack(table):
     values = np.frombuffer(base64.b64decode(table["data"]), KINDS[table["kind"]])
     return values.reshape(table["shape"])
+
+
+@pytest.fixture(scope="module")
+def saved_run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    train(folder, saved=True)
+    return folder
+
+
+@pytest.fixture
+def toy_run(saved_run, tmp_path):
+    "A copy of a saved run, to break."
+    return shutil.copytree(saved_run, tmp_path / "run")
 
 
 LATER = ("grpo", "cispo", "sapo", "spo", "dppo")
@@ -91,6 +110,39 @@ def test_decisions_of_several_ranks_are_read_together(tmp_path):
         assert both["policies"][name]["weight"] == pytest.approx(twice)
     (folder / "0_000.png").unlink()  # its prompt is left out, and the run's end does not fail
     assert len(read_decisions(tmp_path, prompts=9)["steps"][1]["prompts"]) == 4
+
+
+@pytest.mark.parametrize(
+    "name", ["step_000001/0.safetensors", "step_000001/0_000.png", "step_000001.jsonl"]
+)
+@pytest.mark.parametrize("keep", [0, 0.6])
+def test_a_step_with_a_broken_file_is_left_out_with_a_note(toy_run, capsys, name, keep):
+    path = toy_run / "rollouts" / name
+    data = path.read_bytes()
+    path.write_bytes(data[: int(keep * len(data))] + b"junk")
+    shown = write_microscope(toy_run / "page.html", toy_run, prompts=9)
+    assert [step["step"] for step in shown["steps"]] == [2]
+    (note,) = capsys.readouterr().out.splitlines()
+    assert str(path) in note and "leaves this step out" in note
+
+
+def test_a_table_that_lost_rows_is_left_out(toy_run, capsys):
+    path = toy_run / "rollouts/step_000002.jsonl"
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
+    assert [step["step"] for step in read_decisions(toy_run)["steps"]] == [1]
+    assert str(path) in capsys.readouterr().out
+
+
+def test_of_pairs_the_better_images_are_those_of_higher_reward(toy_run):
+    step = SavedStep(toy_run / "rollouts/step_000001.jsonl")
+    arrays = step.arrays[0]["dit"]
+    before = policy_facts(step, "dit", {})
+    signs = np.where(np.arange(arrays["old"].shape[1]) % 2, -1.0, 1.0)
+    arrays["advantages"] = np.broadcast_to(signs, arrays["old"].shape)
+    after = policy_facts(step, "dit", {})
+    assert not before["pairs"] and after["pairs"]
+    assert after["better"] == pytest.approx(before["better"])
+    assert after["worse"] == pytest.approx(before["worse"])
 
 
 def test_the_page_runs_its_own_script_only(tmp_path):
