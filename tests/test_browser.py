@@ -303,6 +303,13 @@ def test_the_microscope_shows_the_numbers_of_what_is_clicked(browser, shoot, wid
     browser.get("about:blank")
     browser.get(address)
     check(len(steps) - 2, 1, 6, 256 + 9)
+    # pasted into the open page; what is no whole number in range does not count
+    for decision, name in (("17", "Token 17 of"), ("1.5", "Token "), ("999", "Token ")):
+        link = f"#step={steps[1]['step']}&prompt=2&image=3&decision={decision}"
+        browser.execute_script("location.hash = arguments[0]", link)
+        wait(browser, lambda: text_of(browser, "#step") == f"Step {steps[1]['step']}", "the link")
+        shown = text_of(browser, "#name")
+        assert shown.startswith(name) and 1 <= int(shown.split()[1]) <= 272
     assert browser.get_log("browser") == []
 
 
