@@ -260,9 +260,10 @@ class Restarts(BrokenServer):
         super().__init__(self.score)
 
     def score(self, server, line, head):
-        if not self.away and len(self.paths) == self.request:
+        if not self.away and len(self.paths) >= self.request:  # two may come at once
             self.away = threading.Timer(self.seconds, self.again)
             self.health = HEALTH | {"wants": None}
+            self.listening.shutdown(socket.SHUT_RDWR)  # `close` alone lets one more come in
             self.listening.close()
             return self.away.start()
         line.sendall(answer({"scores": [*range(1, len(json.loads(self.body)["images"]) + 1)]}))
