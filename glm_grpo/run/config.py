@@ -77,8 +77,10 @@ class ModelConfig:
     )
     lora_rank: int = declared_in(LoraOptions, "rank")
     lora_alpha: float = declared_in(LoraOptions, "alpha")
+    lora_target_modules: list[str] | None = declared_in(
+        LoraOptions, "target_modules", ("q_proj", "k_proj")
+    )
     # null in a file, not the names of today's layers: a list there holds for every later version
-    lora_target_modules: list[str] | None = declared_in(LoraOptions, "target_modules", None)
     dit_lora_target_modules: list[str] | None = declared_in(LoraOptions, "dit_target_modules", None)
     offload: bool = option(
         False,
@@ -93,13 +95,17 @@ class ModelConfig:
         "resumed run",
     )
 
+    def __post_init__(self):
+        if self.lora_target_modules is not None:  # a dataclass takes no list as a default
+            self.lora_target_modules = [*self.lora_target_modules]
+
 # %% ../../nbs/6_run/01_config.ipynb #n009
 @dataclass
 class LengthOptions:
     "How many steps, and how large a step."
 
     max_steps: int = option(
-        28, "training steps in total; a resumed run continues to this number", at_least(1)
+        15, "training steps in total; a resumed run continues to this number", at_least(1)
     )
     batch_size: int = option(
         8, "prompts per step; each gets reward.grpo.group_size images", at_least(1, 100_000)

@@ -30,7 +30,7 @@ class OptimizerOptions:
     "How the weights are updated."
 
     learning_rate: float = option(
-        1.2e-3,
+        2e-3,
         "first step size of AdamW (arXiv 1711.05101). About 1e-3 for LoRA on the tiny model; on "
         "the published model 1e-5 to 1e-4 for LoRA, 1e-6 to 1e-5 for all weights",
         above(0, 1),
@@ -39,9 +39,9 @@ class OptimizerOptions:
         None, "learning rate of the denoising policy; null: learning_rate", above(0, 1)
     )
     lr_scheduler: Literal["constant", "linear"] = option(
-        "linear",
-        "linear: the learning rate falls to 0 at max_steps, so that noise in the "
-        "last steps does little harm; constant: it stays the same",
+        "constant",
+        "constant: the learning rate stays the same; linear: it falls to 0 at max_steps, so that "
+        "noise in the last steps does little harm",
     )
     warmup_steps: int = option(
         0,
@@ -500,7 +500,7 @@ def loss_problems(grpo: GRPOOptions, mode: str) -> Iterator[str]:
 # defaults of the options are for adapters of the tiny model. A model's `image_defaults` come first.
 PUBLISHED_DEFAULTS = {
     "group_size": 4,  # larger groups at 1024 pixels take minutes per step
-    "learning_rate": 5e-6,  # 1.2e-3 would destroy the weights
+    "learning_rate": 5e-6,  # 2e-3 would destroy the weights
     "num_inference_steps": 50,  # of the published pipeline, as the next one
     "guidance_scale": 1.5,
 }
