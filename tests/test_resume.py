@@ -67,7 +67,7 @@ def test_another_file_changes_what_it_spells_out_and_nothing_else(run, tmp_path,
     assert main("--config", file, "--trust_run_code", "--resume", run) == 0
     assert set(notes(capsys)[:2]) == {
         f"training.max_steps: 1 in the run, 2 in {file}",
-        f"training.learning_rate: 0.0012 in the run, 0.0001 in {file}",
+        f"training.learning_rate: 0.002 in the run, 0.0001 in {file}",
     }
     assert steps(run) == [1, 2]
     config = parse_args(["--trust_run_code", "--resume", str(run)])
