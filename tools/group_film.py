@@ -35,7 +35,8 @@ class Film:
     def at(self, step: int, prompts: list[str]) -> tuple[Tensor, Tensor]:
         "Images [P * G, 3, H, W], and which pass [P, G]; noise depends on prompt and sample only."
         data, rollout, model = (self.config[name] for name in ("data", "rollout", "model"))
-        lora = {"rank": model["lora_rank"], "alpha": model["lora_alpha"]}
+        names = ("rank", "alpha", "target_modules")
+        lora = {name: model[f"lora_{name}"] for name in names}
         wrapper = GLMImageWrapper(model["name"], component="ar", lora=lora)
         if step:
             wrapper.load_adapter(self.folder / f"checkpoint_step_{step}")
