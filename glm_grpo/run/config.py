@@ -105,7 +105,7 @@ class LengthOptions:
     "How many steps, and how large a step."
 
     max_steps: int = option(
-        15, "training steps in total; a resumed run continues to this number", at_least(1)
+        14, "training steps in total; a resumed run continues to this number", at_least(1)
     )
     batch_size: int = option(
         8, "prompts per step; each gets reward.grpo.group_size images", at_least(1, 100_000)

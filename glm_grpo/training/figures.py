@@ -33,7 +33,7 @@ class ShownFigure(Figure):
     def png(self) -> bytes:
         data = io.BytesIO()
         with warnings.catch_warnings(action="ignore"):  # letters that the font does not have
-            self.savefig(data, format="png", dpi=DPI)
+            self.savefig(data, format="png", dpi=DPI, pil_kwargs={"compress_level": 1})
         return data.getvalue()
 
     def _repr_png_(self) -> tuple[bytes, dict[str, int]]:  # as IPython wants it, with its size
