@@ -104,11 +104,15 @@ def test_ratio_is_one_before_the_first_update(dtype, task, rank, options):
         assert largest_change(model, rollout, size) == UNMOVED
 
 
-def sample_compiled(model, wanted):
+def sample_guided(model, share):
+    return sample_compiled(model, False, guidance_scale=1.5, guided_share=share)
+
+
+def sample_compiled(model, wanted, **changes):
     "A rollout of two edits whose second of four steps is the decision."
     prompts, images = edits()
     options = {"num_inference_steps": 4, "window": 1, "window_kind": "sliding", "step": 1}
-    options |= {"compile": wanted, "guidance_scale": 1.0, "shared_noise": False}
+    options |= {"compile": wanted, "guidance_scale": 1.0, "shared_noise": False} | changes
     sampler = sampler_for(model, prompts[:2], images[:2], **options)
     with torch.no_grad():
         return sampler.denoise(sampler.prepare_denoising(sampler.sample_all_tokens()))
@@ -129,6 +133,26 @@ def test_compiled_steps_change_no_decision(dtype, monkeypatch, capsys):
     again = sample_compiled(model, False)
     assert torch.equal(again.denoising.latents, plain.denoising.latents)
     assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_steps_without_guidance_are_no_decisions(dtype):
+    "Of four steps the second is the decision, so a share of a quarter guides as many as a half."
+    model = model_of("dit", 4, dtype)
+    calls, numbers, rollouts = [], [], []
+    counter = model.dit.register_forward_pre_hook(lambda *call: calls.append(1))
+    for share in (1.0, 0.5, 0.25):
+        rollouts.append(sample_guided(model, share).denoising)
+        numbers.append(len(calls))
+        calls.clear()
+    counter.remove()
+    full, half, quarter = rollouts
+    rows = len(full.latents)  # each denoised alone
+    assert numbers == [numbers[0], numbers[0] - 2 * rows, numbers[0] - 2 * rows]
+    assert torch.equal(full.latents_before, half.latents_before)
+    assert torch.equal(half.latents, quarter.latents)
+    assert not torch.equal(full.latents, half.latents)
+    assert largest_change(model, sample_guided(model, 0.25), 1) == {"dit": 0}
 
 
 def test_what_auto_compiles(monkeypatch):

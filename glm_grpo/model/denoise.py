@@ -7,9 +7,10 @@ __all__ = ['NO_NOISE', 'Conditions', 'make_conditions', 'predict_velocity', 'Com
            'denoise', 'ImageInputs', 'sample_latents', 'score_latents']
 
 # %% ../../nbs/3_model/07_denoise.ipynb #n003
+import math
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -38,6 +39,7 @@ class Conditions:
     crop_coords: Tensor  # [N, 2], zeros: an input that the DiT was trained with
     image_rotary_emb: tuple  # cos and sin, [patches, head size] float32
     guidance_scale: float  # at most 1: no guidance
+    guided_share: float = 1.0  # of the denoising steps, from the first; see `denoise`
     sources: object = None  # image to image: the GlmImageKVCache of `source_cache`
 
 
@@ -50,6 +52,7 @@ def make_conditions(
     guidance_scale: float = 1.5,
     # image to image: N lists of `Source`, equally long and large
     sources: list[list[Source]] | None = None,
+    guided_share: float = 1.0,
 ) -> Conditions:
     "Inputs that are the same at every step. Sources have a gradient where gradients are enabled."
     dit = parts.transformer
@@ -60,6 +63,7 @@ def make_conditions(
         glyphs=torch.stack(glyphs),
         no_glyphs=no_glyphs.expand(n, -1, -1).contiguous(),
         guidance_scale=guidance_scale,
+        guided_share=guided_share,
         sources=source_cache(parts, sources),
         **size_conditions(parts, grid[0] * token_side, grid[1] * token_side, n),
     )
@@ -182,13 +186,17 @@ def denoise(
     options: NoiseOptions = NO_NOISE,
     steps: range | None = None,  # numbers of the steps to do; None: all K
 ) -> Iterator[DenoisingStep]:  # the latents after the last one are the result
-    "Denoise from noise to clean latents, or do only some of the steps."
+    """Denoise from noise to clean latents, or do only some of the steps. After the first
+    `guided_share` of them, those that are no decisions have no guidance."""
     timesteps, sigmas = clocks
     decisions = options.decisions
+    unguided = replace(conditions, guidance_scale=1.0)
+    guided = math.ceil(conditions.guided_share * len(timesteps))
     for index in steps or range(len(timesteps)):
         decided = index in decisions
         asked = predict_velocity if decided or not options.compiled else options.compiled.velocity
-        velocity = asked(transformer, conditions, latents, timesteps[index])
+        how = conditions if decided or index < guided else unguided
+        velocity = asked(transformer, how, latents, timesteps[index])
         after, log_prob, mean, _ = sde_step(
             velocity,
             latents,
@@ -211,6 +219,7 @@ class ImageInputs:
     prompts: list[str]  # N; only their quoted parts matter
     num_inference_steps: int = 50
     guidance_scale: float = 1.5  # at most 1: half the work, no guidance
+    guided_share: float = 1.0  # see `denoise`
     sources: list[list[Source]] | None = None  # image to image: N lists
     # `glyph_embeddings` of all prompts and of ""; None: computed when needed
     glyphs: dict[str, Tensor] | None = None
@@ -255,6 +264,7 @@ def _batches(
                 glyphs[""],
                 inputs.guidance_scale,
                 [sources[row] for row in rows] if sources else None,
+                inputs.guided_share,
             )
             yield rows, conditions
 

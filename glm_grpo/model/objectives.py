@@ -36,6 +36,7 @@ class Denoising:
     glyphs: dict[str, Tensor]  # of `glyph_embeddings`: prompt -> [S, width]
     sources: list | None = per_row(default=None)  # image to image: N lists of `Source`
     latents: Tensor | None = per_row(default=None)  # [N, C, h, w] float32: the clean ones
+    guided_share: float = 1.0  # see `denoise`
     objective: Any = None  # the `Objective`; None: the DiT decides nothing
     decisions: tuple[int, ...] = ()  # D step numbers
     sigmas: Tensor | None = None  # [K+1]

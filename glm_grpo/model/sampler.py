@@ -73,6 +73,7 @@ def image_inputs(rollout: Rollout) -> ImageInputs:
         rollout.prompts,
         denoising.num_inference_steps,
         denoising.guidance_scale,
+        denoising.guided_share,
         denoising.sources,
         denoising.glyphs,
     )
@@ -172,6 +173,7 @@ class RolloutSampler:
         denoising = Denoising(
             num_inference_steps=self.options.num_inference_steps,
             guidance_scale=self.options.guidance_scale,
+            guided_share=self.options.guided_share,
             glyphs=glyph_embeddings(model.pipe, [*self.prompts, ""]),
             sources=sources,
         )

@@ -411,6 +411,11 @@ def denoising_problems(config: Config) -> Iterator[str]:
             "reward.grpo.loss_type: rollout.dit_objective pairs has a loss of its own, that of "
             "SPO. Leave it out."
         )
+    if rollout.guided_share < 1 and rollout.guidance_scale <= 1:
+        yield (
+            "rollout.guided_share: without guidance there is nothing to leave out. Set it to 1, or "
+            "rollout.guidance_scale above 1."
+        )
     if component == "ar":
         if rollout.dit_objective != RolloutOptions.dit_objective:
             yield (

@@ -282,8 +282,10 @@ def evaluate_config(
         ranks=ranks,
         height=height,
         width=width,
-        # an image starts from the same noise at all levels
-        options=replace(config.rollout, noise_level=noise_level, shared_noise=False),
+        # an image starts from the same noise at all levels, and has guidance as in the pipeline
+        options=replace(
+            config.rollout, noise_level=noise_level, shared_noise=False, guided_share=1.0
+        ),
     )
     items = [dataset[i] for i in range(number)]
     result = measure(items, metrics=others[0])
