@@ -111,6 +111,7 @@ def long(tmp_path_factory):
     folder = make_folder(tmp_path_factory.mktemp("long"))
     words = ["--training.save_interval", 1, "--training.keep_checkpoints", 2]
     words += ["--training.ema_decay", 0.9, "--training.learning_rate", 1e-3, "--num_steps", 4]
+    words += ["--training.lr_scheduler", "linear"]
     with contextlib.chdir(ROOT):
         assert main(*small(folder, *words, "--output_dir", folder / "run")) == 0
     return folder / "run"
