@@ -122,6 +122,7 @@ REAL = {
     "dit_kl": Row("velocity", {"dit"}, {"beta": 0.5}),
     "num_inference_steps": Row(4, {"images", "decisions", "dit"}),
     "guidance_scale": Row(1.5, {"images", "dit"}),
+    "guided_share": Row(0.5, {"images"}, {"guidance_scale": 2.0}),
     "temperature": Row(3.0, {"tokens", "ar", "images", "dit"}),
     "top_p": Row(0.7, {"tokens", "ar", "images", "dit"}),
     "noise_level": Row(0.2, {"images", "dit"}),

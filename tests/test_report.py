@@ -213,7 +213,7 @@ def test_a_run_writes_its_steps_and_its_agreement_into_the_page(tmp_path):
     write_results(run)
     seen = Reader(tmp_path / "page.html")
     assert "Sampling and scoring disagree" in seen.texts and "steps" in seen.texts
-    assert "5 of 28, 0.0 minutes" in seen.texts and "data/tiny-glm-image" in seen.text
+    assert "5 of 14, 0.0 minutes" in seen.texts and "data/tiny-glm-image" in seen.text
     assert 'href="microscope.html"' in seen.text and (tmp_path / "microscope.html").exists()
     run.after = None  # interrupted before another evaluation
     write_results(run)

@@ -219,10 +219,10 @@ class ImageInputs:
     prompts: list[str]  # N; only their quoted parts matter
     num_inference_steps: int = 50
     guidance_scale: float = 1.5  # at most 1: half the work, no guidance
-    guided_share: float = 1.0  # see `denoise`
     sources: list[list[Source]] | None = None  # image to image: N lists
     # `glyph_embeddings` of all prompts and of ""; None: computed when needed
     glyphs: dict[str, Tensor] | None = None
+    guided_share: float = 1.0  # see `denoise`
 
 
 def _take(values: Tensor, rows: list[int]) -> Tensor:

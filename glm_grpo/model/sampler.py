@@ -73,9 +73,9 @@ def image_inputs(rollout: Rollout) -> ImageInputs:
         rollout.prompts,
         denoising.num_inference_steps,
         denoising.guidance_scale,
-        denoising.guided_share,
         denoising.sources,
         denoising.glyphs,
+        denoising.guided_share,
     )
 
 # %% ../../nbs/3_model/13_sampler.ipynb #n015
