@@ -165,6 +165,8 @@ SLIPS = {  # words -> a part of the message
     "--training.shard true --model.lora false --model.component dit --rollout.compile true": (
         "Set rollout.compile to auto or false"
     ),
+    "--rollout.float8 true --model.offload true": "Set model.offload false",
+    "--rollout.float8 true --model.component dit --model.lora false": "must stay there and not",
     "--model.component dit --rollout.pairs_churn 0.1": "rollout.pairs_churn, rollout.pairs_clip",
     "--rollout.dit_objective pairs": "model.component ar does not train the DiT",
     "--model.component dit --rollout.dit_objective pairs --reward.grpo.loss_type sapo": "a loss of "
@@ -184,6 +186,7 @@ def test_slips_are_refused(line, part):
 FINE = [
     "--reward.grpo.beta 0.1 --model.torch_dtype bfloat16",
     "--training.shard true --model.lora false --rollout.compile true",
+    "--rollout.float8 true --model.lora false",
     "--reward.metrics.beauty 1 --reward.functions a.py:beauty",
     "--reward.metrics.clip 1 --reward.models.clip models/clip",
     "--reward.metrics.clip 1 --reward.remote.clip http://127.0.0.1:8000",

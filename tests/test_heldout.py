@@ -99,6 +99,20 @@ def test_evaluations_have_a_size_of_their_own(folder, capsys):
     assert float(memory[1]) > 1.5 * float(memory[0])
 
 
+def test_evaluations_leave_out_nothing(folder):
+    "Whatever is left out or in 8 bits in steps of training that are not scored."
+    words = ["--training.eval_samples", 1, "--num_steps", 1]
+    words += ["--rollout.num_inference_steps", 2, "--rollout.guidance_scale", 2]
+    faster = ["--rollout.guided_share", 0.5, "--rollout.float8", "true"]
+    evaluated, trained = [], []
+    for more in ([], faster):
+        out = folder / f"{len(more)}"
+        assert main(*small(folder, "--output_dir", out, *words, *more)) == 0
+        evaluated.append(read_json(out / "eval.json")["before"]["rewards"])
+        trained.append(read_json(out / "metrics.jsonl")["image/brightness"])
+    assert evaluated[0] == evaluated[1] and trained[0] != trained[1]
+
+
 def test_what_the_noise_of_training_costs_is_told_before_the_first_step(folder, capsys):
     "Where denoising steps are decisions; two images of each prompt show how much they differ."
     words = ["--model.component", "dit", "--rollout.num_inference_steps", 2, "--num_steps", 1]

@@ -3,7 +3,7 @@
 import pytest
 from helpers import ROOT, read_json
 
-from glm_grpo.model.memory import PUBLISHED, layout_of
+from glm_grpo.model.memory import PUBLISHED, layout_of, numbers_in
 from glm_grpo.run.command_line import parse_args
 from glm_grpo.run.plan import Step, estimate_memory
 
@@ -32,3 +32,11 @@ def test_the_estimate_is_within_a_tenth_of_the_simulated_step(run, published, mo
         assert found[f"{phase}_peak"] == pytest.approx(simulated, rel=0.1), phase
     assert found["adamw"] == pytest.approx(run["optimizer"], rel=0.1, abs=3e8)
     assert found["peak"] == max(found["sampling_peak"], found["update_peak"])
+
+
+def test_a_copy_in_8_bits_counts_a_byte_for_each_weight(published, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    words = ["--config", "configs/real_ar_80gb.yaml", "--rollout.float8"]
+    steps = [Step(parse_args([*words, wanted]), published, 64) for wanted in ("false", "true")]
+    plain, eight = (estimate_memory(step)["weights"] for step in steps)
+    assert eight - plain == numbers_in(published["dit"]["shapes"])

@@ -10,11 +10,12 @@ import torch
 
 from helpers import coarse_compile, small_model
 
-from glm_grpo.data.basics import UserError
+from glm_grpo.data.basics import UserError, refusal
 from glm_grpo.data.prompts import I2IDataset
 from glm_grpo.data.rollout import RolloutOptions
 from glm_grpo.maths.noise import SampleNames, request_names
 from glm_grpo.model import sampler
+from glm_grpo.model.denoise import Float8Layers
 from glm_grpo.model.objectives import NoisySteps
 from glm_grpo.model.sampler import RolloutSampler
 from glm_grpo.model.decode_step import StepCounter
@@ -136,6 +137,24 @@ def test_compiled_steps_change_no_decision(dtype, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_steps_in_8_bits_change_no_decision(dtype):
+    "A decision in 8 bits would be seen: they change the latents of the other steps."
+    model = model_of("dit", 4, dtype)
+    plain, eight, again = (
+        sample_compiled(model, False, float8=wanted).denoising for wanted in (False, True, False)
+    )
+    before = plain.latents_before, eight.latents_before
+    assert torch.allclose(*before, atol=0.1) and not torch.allclose(*before, atol=1e-3)
+    assert largest_change(model, sample_compiled(model, False, float8=True), 1) == {"dit": 0}
+    assert torch.equal(plain.latents, again.latents)
+
+
+def test_weights_that_train_have_no_copy_in_8_bits():
+    model = GLMImageWrapper(small_model(), "dit", device="cpu")
+    assert "weights train" in refusal(lambda: Float8Layers(model.pipe.transformer))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_steps_without_guidance_are_no_decisions(dtype):
     "Of four steps the second is the decision, so a share of a quarter guides as many as a half."
     model = model_of("dit", 4, dtype)
@@ -167,10 +186,11 @@ def test_what_auto_compiles(monkeypatch):
         ("cuda", 4, False, 4, False),
     ):
         dit = SimpleNamespace(parameters=lambda numbers=numbers: [weights[0][:numbers]])
-        model = SimpleNamespace(device=torch.device(device), dit=dit, compiled="blocks")
+        compiled = SimpleNamespace(velocity="blocks")
+        model = SimpleNamespace(device=torch.device(device), dit=dit, compiled=compiled)
         model.dit_is_sharded = sharded
         asked = SimpleNamespace(model=model, options=RolloutOptions(num_inference_steps=steps))
-        assert (RolloutSampler.compiled_blocks(asked, 2) == "blocks") == expected
+        assert (RolloutSampler.undecided(asked, 2) == "blocks") == expected
 
 
 @pytest.mark.parametrize("component", ["ar", "dit"])

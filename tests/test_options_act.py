@@ -139,6 +139,7 @@ REAL = {
     "batch_size": Row(3, {"image batches"}),
     "token_batch_size": Row(3, {"token batches"}),
     "compile": Row(True, {"images"}),  # the last step is no decision
+    "float8": Row(True, {"images"}),
 }
 
 

@@ -34,7 +34,8 @@ from glm_grpo.bench.program import BenchOptions, numbered, seconds_of
 from glm_grpo.maths.noise import named_uniforms
 from glm_grpo.model.decode_step import CudaGraphs, called_product, recorder_for
 from glm_grpo.model import sampling
-from glm_grpo.model.denoise import CompiledBlocks, make_conditions, predict_velocity
+from glm_grpo.model.denoise import CompiledBlocks, Float8Layers
+from glm_grpo.model.denoise import make_conditions, predict_velocity
 from glm_grpo.model.latents import decode_latents
 from glm_grpo.model.loading import pick_device
 from glm_grpo.model.memory import PUBLISHED
@@ -492,7 +493,7 @@ def token_ways(model: GLMImageWrapper, size: int, rows: int) -> Iterator[Way]:
 
 
 def velocity_ways(model: GLMImageWrapper, side: int) -> Iterator[Way]:
-    "A DiT step of an image with guidance: blocks as they are written, or compiled."
+    "A DiT step of an image with guidance: blocks as they are written, compiled, or in 8 bits."
     dit, device = model.dit, model.device
     large = torch.zeros(1, side**2, dtype=torch.long, device=device)
     glyph = torch.zeros(1, dit.config.text_embed_dim, device=device, dtype=dit.dtype)
@@ -513,6 +514,9 @@ def velocity_ways(model: GLMImageWrapper, side: int) -> Iterator[Way]:
     pair = ways["eager", False], ways["compiled", False]
     yield Way("DiT compiled, steps that are not scored", *pair, 0.05)
     # decisions are sampled without gradients and scored with them: only equal bits count
+    eight = functools.partial(Float8Layers(dit).velocity, compiled.velocity)
+    pair = ways["compiled", False], functools.partial(velocity, eight, False)
+    yield Way("DiT in 8 bits and compiled, not only compiled", *pair, 0.2)
     pair = ways["eager", True], ways["compiled", True]
     yield Way("DiT compiled, decisions", *pair, 0, like=ways["compiled", False])
 

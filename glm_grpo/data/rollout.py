@@ -386,3 +386,10 @@ class RolloutOptions:
         "more, if at most half of the steps are scored; the gain was not measured on a GPU, so "
         "set false for a run of few steps",
     )
+    float8: bool = option(
+        False,
+        "true: in steps that are not scored, compute the denoiser's large layers in 8 bits; "
+        "evaluations stay as they are. It needs a GPU from Ada or Hopper on, a byte more for each "
+        "weight of the denoiser, and adapters (or model.component ar). Images change little "
+        "(`3_model/07_denoise`); the gain was not measured on a GPU",
+    )

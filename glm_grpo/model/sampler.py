@@ -19,8 +19,8 @@ from ..data.basics import UserError
 from ..data.options import check_options
 from ..data.rollout import Rollout, RolloutOptions
 from ..maths.noise import SampleNames, named_noise, named_uniforms
-from .denoise import CompiledBlocks, ImageInputs, NoiseOptions
-from .denoise import sample_latents, score_latents
+from .denoise import CompiledBlocks, Float8Layers, ImageInputs, NoiseOptions
+from .denoise import predict_velocity, sample_latents, score_latents
 from .latents import decode_latents, encode_sources
 from .latents import glyph_embeddings, schedule
 from .memory import bytes_for_tokens, bytes_per_sample, checkpointing, split_samples
@@ -200,8 +200,8 @@ class RolloutSampler:
         first_noise = named_noise(self.names.first_noise(False), self.latent_shape)
         return replace(rollout, initial_latents=first_noise)
 
-    def compiled_blocks(self, scored: int) -> CompiledBlocks | None:
-        "For denoising steps that are not scored, where `compile` asks for it. scored: of all."
+    def undecided(self, scored: int) -> Callable[..., Tensor]:
+        "How steps that are not scored compute their velocity. scored: number of those that are."
         model = self.model
         wanted = self.options.compile
         if wanted == "auto":
@@ -211,9 +211,14 @@ class RolloutSampler:
                 and not model.dit_is_sharded
                 and sum(p.numel() for p in model.dit.parameters()) >= COMPILED_FROM
             )
-        if wanted and model.compiled is None:
-            model.compiled = CompiledBlocks(model.pipe.transformer)
-        return model.compiled if wanted else None
+        velocity: Callable[..., Tensor] = predict_velocity
+        if wanted:
+            model.compiled = model.compiled or CompiledBlocks(model.pipe.transformer)
+            velocity = model.compiled.velocity
+        if self.options.float8:
+            model.float8 = model.float8 or Float8Layers(model.pipe.transformer)
+            velocity = partial(model.float8.velocity, velocity)
+        return velocity
 
     def take_images(self, rows: list[int], latents: Tensor) -> None:
         "Decode a batch of latents, keep the images, and pass them on."
@@ -234,7 +239,7 @@ class RolloutSampler:
             self.model.pipe,
             image_inputs(rollout),
             cast(Tensor, rollout.initial_latents),
-            options=NoiseOptions(compiled=self.compiled_blocks(0)),
+            options=NoiseOptions(undecided=self.undecided(0)),
             batch_size=self.options.batch_size,
             on_rows=self.take_images,
         )
@@ -257,7 +262,7 @@ class RolloutSampler:
             self.model.pipe,
             image_inputs(samples),
             cast(Tensor, samples.initial_latents),
-            options=NoiseOptions(compiled=self.compiled_blocks(len(samples.denoising.decisions))),
+            options=NoiseOptions(undecided=self.undecided(len(samples.denoising.decisions))),
             batch_size=self.options.batch_size,
             steps=range(number),
         )
@@ -271,9 +276,9 @@ class RolloutSampler:
     ) -> Rollout:
         "Denoise in the batches in which the steps will be scored, so that rounding is the same."
         decisions, noise = rollout.denoising.decisions, None
-        compiled = self.compiled_blocks(len(decisions))
+        undecided = self.undecided(len(decisions))
         how = cast(Objective, self.objective).options
-        options = NoiseOptions(decisions, how.noise_level, how.sde_type, compiled)
+        options = NoiseOptions(decisions, how.noise_level, how.sde_type, undecided)
         if decisions:
             shape = len(decisions), *self.latent_shape
             noise = named_noise(self.names.step_noise(), shape)

@@ -21,7 +21,7 @@ from ..data.rollout import Policy, Rollout, RolloutOptions
 from ..maths.noise import SampleNames, request_names
 from .adapters import LoraOptions, add_lora, choose_lora, load_halves, save_halves
 from .decode_step import lay_together, linears_of
-from .denoise import CompiledBlocks, sample_latents
+from .denoise import CompiledBlocks, Float8Layers, sample_latents
 from .latents import decode_latents
 from .loading import load_pipeline, pick_device, pick_dtype
 from .loading import quiet, weights_digest
@@ -119,6 +119,7 @@ class GLMImageWrapper:
             self.load_adapter(lora)
         self.dit_decides = "dit" in self.halves  # whether the denoising policy trains
         self.compiled: CompiledBlocks | None = None  # of the DiT, see `rollout.compile`
+        self.float8: Float8Layers | None = None  # see `rollout.float8`
         self.dit_is_sharded = False
         self.policies: dict[str, Policy] = {half: POLICIES[half](self) for half in self.halves}
 

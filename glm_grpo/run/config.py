@@ -5,8 +5,9 @@
 # %% auto #0
 __all__ = ['LARGEST_SIDE', 'T', 'OF_THE_TINY_MODEL', 'OPTIONS', 'RENAMED', 'GONE', 'MOVED', 'declared_in', 'ModelConfig',
            'LengthOptions', 'TrainingConfig', 'RewardConfig', 'size_problem', 'DataConfig', 'Config', 'part_of',
-           'trainer_options', 'denoising_problems', 'weight_problems', 'has_wandb_key', 'tracker_problems',
-           'reward_problems', 'is_large', 'default_problems', 'check_config', 'to_yaml', 'translate']
+           'trainer_options', 'denoising_problems', 'weight_problems', 'arithmetic_problems', 'has_wandb_key',
+           'tracker_problems', 'reward_problems', 'is_large', 'default_problems', 'check_config', 'to_yaml',
+           'translate']
 
 # %% ../../nbs/6_run/01_config.ipynb #n005
 import dataclasses
@@ -483,11 +484,6 @@ def weight_problems(config: Config) -> Iterator[str]:
             f"Set reward.grpo.{name}, and dit_{name} to null."
             for name in given
         )
-    if model.torch_dtype == "float16":
-        yield (
-            "model.torch_dtype float16 cannot train: most gradients are below its smallest number, "
-            "so they become 0. Use bfloat16 or float32, for evaluations as well."
-        )
     averages = training.ema_decay, training.slow_copy_decay
     plain = averages == (None, None) and training.optimizer == "adamw"
     if training.shard and (model.lora or not plain):
@@ -496,10 +492,25 @@ def weight_problems(config: Config) -> Iterator[str]:
             "AdamW in float32. Set model.lora false, training.ema_decay and "
             "training.slow_copy_decay null, and training.optimizer adamw, or training.shard false."
         )
-    if training.shard and config.rollout.compile is True and "dit" in halves:
+
+
+def arithmetic_problems(config: Config) -> Iterator[str]:
+    "Number formats, and a compiled denoiser."
+    model, trains_dit = config.model, config.model.component != "ar"
+    if model.torch_dtype == "float16":
+        yield (
+            "model.torch_dtype float16 cannot train: most gradients are below its smallest number, "
+            "so they become 0. Use bfloat16 or float32, for evaluations as well."
+        )
+    if config.training.shard and config.rollout.compile is True and trains_dit:
         yield (
             "rollout.compile true: a denoiser that training.shard spreads over ranks is not "
             "compiled. Set rollout.compile to auto or false."
+        )
+    if config.rollout.float8 and (model.offload or trains_dit and not model.lora):
+        yield (
+            "rollout.float8 true keeps a copy of the denoiser's weights in 8 bits on the GPU: they "
+            "must stay there and not train. Set model.offload false and model.lora true."
         )
 
 # %% ../../nbs/6_run/01_config.ipynb #kn016
@@ -613,7 +624,7 @@ def check_config(
         *default_problems(config, trains),
         *loss_problems(config.reward.grpo, config.training.mode),
     ]
-    rules += [*denoising_problems(config), *weight_problems(config)]
+    rules += [*denoising_problems(config), *weight_problems(config), *arithmetic_problems(config)]
     if trains:  # evaluations write no curves
         rules += tracker_problems(config.training.tracker_names)
     refuse([*rules, *reward_problems(config.reward, config.training.mode)])

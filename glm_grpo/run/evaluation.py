@@ -281,9 +281,13 @@ def evaluate_config(
         ranks=ranks,
         height=height,
         width=width,
-        # an image starts from the same noise at all levels, and has guidance as in the pipeline
+        # an image starts from the same noise at all levels, and is computed as in the pipeline
         options=replace(
-            config.rollout, noise_level=noise_level, shared_noise=False, guided_share=1.0
+            config.rollout,
+            noise_level=noise_level,
+            shared_noise=False,
+            guided_share=1.0,
+            float8=False,
         ),
     )
     items = [dataset[i] for i in range(number)]

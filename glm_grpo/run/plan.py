@@ -24,6 +24,7 @@ from ..data.options import option_value
 from ..data.loader import PromptLoader
 from ..data.prompts import I2IDataset, T2IDataset, read_records
 from ..model.adapters import adapted_layers
+from ..model.denoise import check_float8
 from ..model.loading import download_model, load_prompt_parts, pick_device, pick_dtype
 from ..model.memory import build_part, bytes_for_tokens, free_bytes, local_folder
 from ..model.memory import model_layout, numbers_in, split_samples, trainable_parts
@@ -221,7 +222,8 @@ def weights_on_device(
     if model.offload:
         numbers -= numbers_in(step.layout[other]["shapes"])
         numbers += 0 if model.lora else step.trained.get(other, 0)
-    return numbers * step.dtype.itemsize
+    eighths = numbers_in(step.layout["dit"]["shapes"]) * step.config.rollout.float8
+    return numbers * step.dtype.itemsize + eighths
 
 
 def estimate_memory(
@@ -344,6 +346,8 @@ def fit_run(
     "What a run chooses before it loads the model. On another device than CUDA: the defaults."
     model = config.model
     device = pick_device(ranks.device or model.device)
+    if config.rollout.float8:
+        check_float8(device)
     if device.type != "cuda":
         return without_auto(config)
     ranks.once_per_machine(lambda: download_model(model.name, model.revision))
