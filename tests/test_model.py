@@ -22,6 +22,9 @@ from glm_grpo.model.decode_step import StepCounter
 from glm_grpo.model.sampling import Decisions, unpack_kept
 from glm_grpo.model.tokens import large_grid_tokens, upsample_tokens
 from glm_grpo.model.wrapper import GLMImageWrapper
+from glm_grpo.run.config import Config
+from glm_grpo.run.plan import fit_run
+from glm_grpo.training.ranks import Ranks
 
 DATA = Path(__file__).parents[1] / "data"
 CAT = 'a cat in the middle on a blue ground with the word "AN"'
@@ -152,6 +155,13 @@ def test_steps_in_8_bits_change_no_decision(dtype):
 def test_weights_that_train_have_no_copy_in_8_bits():
     model = GLMImageWrapper(small_model(), "dit", device="cpu")
     assert "weights train" in refusal(lambda: Float8Layers(model.pipe.transformer))
+
+
+def test_a_device_without_8_bits_is_refused_before_the_model_loads(monkeypatch):
+    monkeypatch.setattr(torch.nn.functional, "scaled_mm", lambda *args, **how: 1 / 0)
+    config = Config(rollout=RolloutOptions(float8=True))
+    found = refusal(fit_run, config, (), Ranks(), print)
+    assert found.startswith("rollout.float8: cpu") and "ZeroDivisionError" in found
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

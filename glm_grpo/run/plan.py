@@ -222,8 +222,8 @@ def weights_on_device(
     if model.offload:
         numbers -= numbers_in(step.layout[other]["shapes"])
         numbers += 0 if model.lora else step.trained.get(other, 0)
-    eighths = numbers_in(step.layout["dit"]["shapes"]) * step.config.rollout.float8
-    return numbers * step.dtype.itemsize + eighths
+    in_float8 = numbers_in(step.layout["dit"]["shapes"]) * step.config.rollout.float8
+    return numbers * step.dtype.itemsize + in_float8
 
 
 def estimate_memory(
