@@ -140,8 +140,9 @@ class CompiledBlocks:
         self.used = True
         for block, call in zip(self.blocks, self.calls):
             block._compiled_call_impl = call
-        try:
-            return predict_velocity(*inputs)
+        try:  # beyond the limit (8) PyTorch would run all blocks as they are written
+            with torch._dynamo.config.patch(recompile_limit=64):
+                return predict_velocity(*inputs)
         except torch._dynamo.exc.TorchDynamoException as error:
             self.calls = []  # from now on
             reason = " ".join(str(error).split("\n")[:2])  # who raised, and what
