@@ -203,7 +203,7 @@ class Float8Layers:
                 if layer.weight.requires_grad:
                     raise UserError(
                         "rollout.float8: the denoiser's weights train, and a copy in 8 bits would "
-                        "stay as it is. Train adapters (model.lora true), or set it to false."
+                        "stay as it is. Train adapters (model.lora true), or leave the option out."
                     )
                 weight, scales = to_float8(layer.weight.detach())
                 bias = None if layer.bias is None else layer.bias.detach().bfloat16()
@@ -216,9 +216,9 @@ class Float8Layers:
         *inputs: Any,  # of `predict_velocity`
     ) -> Tensor:
         "A velocity without gradients, in 8 bits."
-        for layer in self.layers:
-            layer.__class__ = Float8Linear
         try:
+            for layer in self.layers:
+                layer.__class__ = Float8Linear
             return way(*inputs)
         finally:
             for layer in self.layers:
@@ -237,7 +237,7 @@ def check_float8(
             f"rollout.float8: {device} does not multiply numbers of 8 bits here "
             f"({type(error).__name__}: {str(error).splitlines()[0][:200]}). It needs a GPU of "
             "compute capability 8.9 or more, and a PyTorch with torch.nn.functional.scaled_mm. "
-            "Else set it to false."
+            "Else set rollout.float8 false."
         ) from None
 
 # %% ../../nbs/3_model/07_denoise.ipynb #n022
