@@ -111,6 +111,9 @@ def test_evaluations_leave_out_nothing(folder):
         evaluated.append(read_json(out / "eval.json")["before"]["rewards"])
         trained.append(read_json(out / "metrics.jsonl")["image/brightness"])
     assert evaluated[0] == evaluated[1] and trained[0] != trained[1]
+    # on a GPU with less memory
+    words = ["--checkpoint", out, "--model.offload", "true", "--trust_run_code"]
+    assert evaluate_main(*words, "--output_dir", folder / "again") == 0
 
 
 def test_what_the_noise_of_training_costs_is_told_before_the_first_step(folder, capsys):

@@ -152,6 +152,16 @@ def test_steps_in_8_bits_change_no_decision(dtype):
     assert torch.equal(plain.latents, again.latents)
 
 
+def test_no_copy_in_8_bits_where_all_steps_are_scored(monkeypatch):
+    model = model_of("dit", 4)
+    monkeypatch.setattr(model, "float8", None)
+    pairs = {"dit_objective": "pairs", "window": None, "window_kind": "random"}
+    sample_compiled(model, False, float8=True, **pairs)
+    assert model.float8 is None
+    sample_compiled(model, False, float8=True)
+    assert model.float8
+
+
 def test_weights_that_train_have_no_copy_in_8_bits():
     model = GLMImageWrapper(small_model(), "dit", device="cpu")
     assert "weights train" in refusal(lambda: Float8Layers(model.pipe.transformer))

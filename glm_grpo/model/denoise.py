@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.fx.experimental import _config as compile_config
 
 from ..data.basics import UserError, speaks
 from ..maths.sde import sde_step
@@ -138,11 +139,12 @@ class CompiledBlocks:
             text = "compiling the denoiser for steps that are not scored: minutes, once"
             print(f"{'note':>10}  {text}", flush=True)
         self.used = True
-        for block, call in zip(self.blocks, self.calls):
-            block._compiled_call_impl = call
-        try:  # beyond the limit (8) PyTorch would run all blocks as they are written
-            with torch._dynamo.config.patch(recompile_limit=64):
-                return predict_velocity(*inputs)
+        try:
+            for block, call in zip(self.blocks, self.calls):
+                block._compiled_call_impl = call
+            with compile_config.patch(use_duck_shape=False):  # type: ignore[attr-defined]
+                with torch._dynamo.config.patch(recompile_limit=64):
+                    return predict_velocity(*inputs)
         except torch._dynamo.exc.TorchDynamoException as error:
             self.calls = []  # from now on
             reason = " ".join(str(error).split("\n")[:2])  # who raised, and what

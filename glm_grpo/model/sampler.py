@@ -215,7 +215,7 @@ class RolloutSampler:
         if wanted:
             model.compiled = model.compiled or CompiledBlocks(model.pipe.transformer)
             velocity = model.compiled.velocity
-        if self.options.float8:
+        if self.options.float8 and scored < self.options.num_inference_steps:
             model.float8 = model.float8 or Float8Layers(model.pipe.transformer)
             velocity = partial(model.float8.velocity, velocity)
         return velocity

@@ -510,7 +510,8 @@ def arithmetic_problems(config: Config) -> Iterator[str]:
     if config.rollout.float8 and (model.offload or trains_dit and not model.lora):
         yield (
             "rollout.float8 true keeps a copy of the denoiser's weights in 8 bits on the GPU: they "
-            "must stay there and not train. Set model.offload false and model.lora true."
+            "must stay there and not train. Set model.offload false and, where the DiT trains, "
+            "model.lora true; or leave rollout.float8 out."
         )
 
 # %% ../../nbs/6_run/01_config.ipynb #kn016

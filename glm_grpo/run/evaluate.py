@@ -163,6 +163,7 @@ def evaluate_command(argv: list[str]) -> int:
     changes = {
         "model.name": options.model or config.model.name,
         "training.eval_samples": config.training.eval_samples or 4,
+        "rollout.float8": False,  # evaluations have no step in 8 bits
     }
     config = with_options(config, changes)
     check_config(config, trains=False)
