@@ -489,7 +489,7 @@ def test_the_largest_uniforms_sample_a_token_of_the_codebook(u, top_p):
     generator = torch.Generator().manual_seed(0)
     logits = 3 * torch.randn(500, 64, generator=generator)
     counter = StepCounter(False, "cpu")
-    loop = SimpleNamespace(hidden=logits, K=64, counter=counter, logits=lambda: logits)
+    loop = SimpleNamespace(K=64, counter=counter, logits=logits)
     decisions = Decisions(loop, torch.full((500, 1), u), 1.0, top_p)
     ids = decisions.decide()
     assert ids.max() < 64 and torch.equal(decisions.token_ids[:, 0], ids)

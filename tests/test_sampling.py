@@ -145,7 +145,7 @@ def test_loop_gives_the_models_logits(ar, tuned, inputs, sampled, K, fixed):
         with torch.no_grad():
             loop, steps = SamplingLoop(model, inputs, torch.tensor(INDEX), fixed), []
             for ids in token_ids.T:
-                steps.append(loop.logits())
+                steps.append(loop.logits.clone())
                 loop.advance(ids)
             found[name] = torch.stack(steps, 1)
             expected = full_logits(model, inputs, INDEX, token_ids, K)

@@ -181,15 +181,11 @@ class LayerParts:
 
 # %% ../../nbs/3_model/02_decode_step.ipynb #c1b8bb4
 class StepCounter:
-    """Number of the current decision, and its column in the cache, which begins with the prompt:
-    Python ints, or with `fixed` shapes tensors [1]."""
+    "Number of the current decision: a Python int, or with `fixed` shapes a tensor [1]."
 
-    def __init__(self, fixed: bool, device: str | torch.device, prompt_length: int = 0):
+    def __init__(self, fixed: bool, device: str | torch.device):
         self.fixed = fixed
-        self.step: Any = torch.full((1,), 0, device=device) if fixed else 0
-        self.column: Any = (
-            torch.full((1,), prompt_length, device=device) if fixed else prompt_length
-        )
+        self.step: Any = torch.zeros(1, dtype=torch.long, device=device) if fixed else 0
 
     def take(self, x: Tensor, dim: int) -> Tensor:
         "x[step] along `dim`."
@@ -197,17 +193,15 @@ class StepCounter:
             return x.index_select(dim, self.step).squeeze(dim)
         return x.select(dim, self.step)
 
-    def put(self, x: Tensor, dim: int, value: Tensor, at: Any) -> None:
-        "x[at] = value along `dim`, where `at` is `step` or `column`."
+    def put(self, x: Tensor, dim: int, value: Tensor) -> None:
+        "x[step] = value along `dim`."
         if self.fixed:
-            x.index_copy_(dim, at, value.unsqueeze(dim))
+            x.index_copy_(dim, self.step, value.unsqueeze(dim))
         else:
-            x.select(dim, at).copy_(value)
+            x.select(dim, self.step).copy_(value)
 
     def advance(self) -> None:
-        # tensors in place: a recording reads the same memory each time
-        self.step += 1
-        self.column += 1
+        self.step += 1  # a tensor in place: a recording reads the same memory each time
 
 # %% ../../nbs/3_model/02_decode_step.ipynb #c4e254c
 @functools.cache

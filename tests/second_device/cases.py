@@ -350,17 +350,17 @@ def test_replays_sample_the_same_bit_for_bit(adapted, temperature, top_p):
 
 @pytest.mark.parametrize("owner", [sampling.SamplingLoop, StepCounter])
 def test_what_a_recording_would_freeze_is_seen(dit_model, owner, monkeypatch):
-    "A new tensor for the hidden state, and a counter in Python."
+    "A new tensor for the logits, and a counter in Python."
     eager, advance = tokens_of(dit_model, recorder=Eager()), owner.advance
 
-    def new_hidden(loop, ids):
-        loop.hidden = loop.hidden.clone()
+    def new_logits(loop, ids):
+        loop.logits = loop.logits.clone()
         advance(loop, ids)
 
     def python_counter(counter):
-        counter.step, counter.column = counter.step + 1, counter.column + 1
+        counter.step = counter.step + 1
 
-    faults = {sampling.SamplingLoop: new_hidden, StepCounter: python_counter}
+    faults = {sampling.SamplingLoop: new_logits, StepCounter: python_counter}
     monkeypatch.setattr(owner, "advance", faults[owner])
     assert not torch.equal(tokens_of(dit_model).token_ids, eager.token_ids)
 
