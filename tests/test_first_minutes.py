@@ -23,6 +23,17 @@ sys.path.insert(0, str(ROOT / "tools"))
 import first_minutes as tool  # noqa: E402
 
 
+@pytest.fixture(autouse=True)
+def less_work(monkeypatch):
+    monkeypatch.setattr(tool, "MODEL", small_model())
+
+
+def fail_alone(model, *words):
+    "What the tool starts on each rank."
+    tool.MODEL = model
+    return tool.fail_alone(words)
+
+
 def verdict(check, *arguments):
     return tool.judge(lambda: check(*arguments))[0]
 
@@ -31,7 +42,8 @@ def test_on_a_cpu_what_needs_a_gpu_is_skipped(tmp_path, monkeypatch, capsys):
     def launch(command, **options):
         "Two ranks, as the launcher starts them."
         assert command[1:3] == ["-m", "torch.distributed.run"] and command[-2] == "--fail-alone"
-        status, printed = zip(*on_ranks(2, tmp_path, tool.fail_alone, command[-1:]))
+        found = on_ranks(2, tmp_path, fail_alone, small_model(), command[-1])
+        status, printed = zip(*found)
         return SimpleNamespace(returncode=max(status), stderr="".join(printed))
 
     monkeypatch.setattr(tool.subprocess, "run", launch)

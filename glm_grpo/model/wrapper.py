@@ -113,6 +113,8 @@ class GLMImageWrapper:
         self.gradient_checkpointing = gradient_checkpointing
         if gradient_checkpointing:
             _enable_checkpointing(self)
+        if self.device.type == "cpu":
+            self.pipe.vae.float()  # in bfloat16 many CPUs take 8 times as long for an image
         rest = (self.pipe.vae, self.pipe.text_encoder)
         self.offload = Offload(models if offload else {}, self.device, rest)
         if isinstance(lora, (str, Path)):
