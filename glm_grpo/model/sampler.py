@@ -220,12 +220,30 @@ class RolloutSampler:
             velocity = partial(model.float8.velocity, velocity)
         return velocity
 
-    def take_images(self, rows: list[int], latents: Tensor) -> None:
+    def take_images(
+        self,
+        rows: list[int],
+        latents: Tensor,  # [n, C, h, w]
+        copies: list[list[int]] | None = None,  # the rows that each row stands for; None: itself
+    ) -> None:
         "Decode a batch of latents, keep the images, and pass them on."
-        if self.images is not None:
-            self.images[rows] = images = decode_latents(self.model.pipe, latents).cpu()
-            if self.on_images:
-                self.on_images(rows, images)
+        if self.images is None:
+            return
+        images = decode_latents(self.model.pipe, latents).cpu()
+        if copies:
+            images = images.repeat_interleave(torch.tensor([len(copies[row]) for row in rows]), 0)
+            rows = [copy for row in rows for copy in copies[row]]
+        self.images[rows] = images
+        if self.on_images:
+            self.on_images(rows, images)
+
+    def equal_images(self, rollout: Rollout) -> list[list[int]]:
+        "The rows of each different image: of these tokens of the large grid, from this noise."
+        ids = image_inputs(rollout).large_ids.tolist()
+        rows: dict[tuple, list[int]] = {}
+        for row, key in enumerate(zip(self.names.first_noise(False), map(tuple, ids))):
+            rows.setdefault(key, []).append(row)
+        return list(rows.values())
 
     def denoise(self, samples: Rollout) -> Rollout:  # N rows
         "Make the images; if the denoising policy trains, keep its decisions."
@@ -235,13 +253,18 @@ class RolloutSampler:
             return self.denoise_with_decisions(rollout, *self.denoise_common_steps(samples))
         if not (self.decode or self.objective):
             return rollout
+        asked, take = rollout, self.take_images
+        if self.objective is None:
+            copies = self.equal_images(rollout)
+            asked = rollout.rows([rows[0] for rows in copies])
+            take = partial(take, copies=copies)
         denoised = sample_latents(
             self.model.pipe,
-            image_inputs(rollout),
-            cast(Tensor, rollout.initial_latents),
+            image_inputs(asked),
+            cast(Tensor, asked.initial_latents),
             options=NoiseOptions(undecided=self.undecided(0)),
             batch_size=self.options.batch_size,
-            on_rows=self.take_images,
+            on_rows=take,
         )
         if self.objective is None:
             return rollout
