@@ -306,6 +306,7 @@ def check_export(
     model = GLMImageWrapper(trained.base, component, *how)
     model.load_adapter(trained.root)
     rollout = model.generate_with_tracking(**heldout_prompts(trained, number))
+    model.pipe.vae.to(model.dtype)  # as in the others: the wrapper has it in float32 on a CPU
     was = measure(model.pipe, rollout)
     K = model.ar.config.vq_config.num_embeddings
     device, dtype = model.device, model.dtype
