@@ -254,8 +254,7 @@ class RolloutSampler:
         if not (self.decode or self.objective):
             return rollout
         asked, take = rollout, self.take_images
-        if self.objective is None:
-            copies = self.equal_images(rollout)
+        if self.objective is None and len(copies := self.equal_images(rollout)) < len(rollout):
             asked = rollout.rows([rows[0] for rows in copies])
             take = partial(take, copies=copies)
         denoised = sample_latents(
