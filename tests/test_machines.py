@@ -66,7 +66,7 @@ def run_all(commands, **variables):
 
 def test_two_machines_give_the_gradients_of_one_process(tmp_path, at_root):
     "LOCAL_RANK is 0 on both machines, so both download."
-    work = Work(PROMPTS[:2], str(tmp_path))
+    work = Work(PROMPTS[:2], str(tmp_path), sources=True)  # an edit has no preview
     assert run(work) == 0
     one_process = torch.load(tmp_path / "1_0.pt", weights_only=True)
     alone = {"LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}

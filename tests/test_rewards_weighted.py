@@ -116,7 +116,7 @@ def test_a_program_ends_while_a_part_still_works():
 
 COMPUTES = {  # in the thread of a part, for longer than the program lives
     "many operations": "while True: (images * 2).mean((1, 2, 3))",
-    "one operation": "torch.linalg.svd(torch.rand(1500, 1500))",
+    "one operation": "torch.linalg.svd(torch.rand(4000, 4000))",  # minutes
 }
 ENDS = {"a script": "sys.exit(2)", "our programs": "leave(2)"}
 
