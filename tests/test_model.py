@@ -108,6 +108,13 @@ def test_ratio_is_one_before_the_first_update(dtype, task, rank, options):
         assert largest_change(model, rollout, size) == UNMOVED
 
 
+def test_a_cpu_decodes_in_float32():
+    "Without AVX-512 its convolutions take many times as long in bfloat16."
+    model = model_of("dit", 4, "bfloat16")
+    assert model.dtype == model.dit.dtype == torch.bfloat16
+    assert model.pipe.vae.dtype == torch.float32
+
+
 def sample_guided(model, share):
     return sample_compiled(model, False, guidance_scale=1.5, guided_share=share)
 
