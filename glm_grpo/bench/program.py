@@ -271,7 +271,8 @@ class Parts:
         def call(*args, **kwargs):
             if "update" in self.running:  # it scores, too
                 return work(*args, **kwargs)
-            counts = self.count and part != "tokens"  # a recorded graph shows no operators
+            # a recorded graph shows no operators; the others have no floor by their FLOP
+            counts = self.count and part not in ("tokens", "update", "rest")
             counter = FlopCounterMode(display=False) if counts else None
             self.running.append(part)
             with counter or contextlib.nullcontext():

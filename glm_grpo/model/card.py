@@ -6,6 +6,7 @@
 __all__ = ['HALVES', 'public_name', 'versions', 'card_text', 'write_card']
 
 # %% ../../nbs/3_model/08_card.ipynb #cd003
+import functools
 import importlib.metadata
 import importlib.resources
 from collections.abc import Sequence
@@ -29,10 +30,20 @@ def public_name(
     return (str(base) if hub else Path(base).resolve().name), hub
 
 
+@functools.cache
 def versions() -> str:
     "Of the libraries that wrote the weights."
     names = "torch", "transformers", "diffusers", "peft"
     return ", ".join(f"{name} {importlib.metadata.version(name)}" for name in names)
+
+
+@functools.cache
+def _template():
+    "Compiled once: a run writes a card with each checkpoint."
+    from jinja2 import Environment
+
+    source = importlib.resources.files("glm_grpo.model").joinpath("card.md").read_text("utf-8")
+    return Environment(trim_blocks=True, lstrip_blocks=True).from_string(source)
 
 
 def card_text(
@@ -44,8 +55,6 @@ def card_text(
     **extra: Any,  # what else the template shows
 ) -> str:
     "The text of the README.md of saved weights."
-    from jinja2 import Environment
-
     name, hub = public_name(base)
     options = (note or {}).get("options", {})
     how = f"LoRA of rank {lora.rank}, alpha {lora.alpha:g}" if lora else "all weights"
@@ -74,10 +83,8 @@ def card_text(
         "classes": classes,
         "trained": " and ".join(f"{kind} (`{part}`)" for kind, part in zip(kinds, parts)),
     }
-    source = importlib.resources.files("glm_grpo.model").joinpath("card.md").read_text("utf-8")
-    template = Environment(trim_blocks=True, lstrip_blocks=True).from_string(source)
     rows |= extra.pop("rows", {}) | {"made with": versions()}
-    return template.render(facts | {"rows": rows} | extra).rstrip() + "\n"
+    return _template().render(facts | {"rows": rows} | extra).rstrip() + "\n"
 
 
 def write_card(folder: str | Path, *args: Any, **kwargs: Any) -> None:

@@ -88,6 +88,13 @@ def type_words(kind: Any) -> str:  # of an option
     return ", ".join(words[:-1]) + " or " * (len(words) > 1) + words[-1]
 
 
+@functools.cache
+def _parser_of(declared: Field) -> ArgumentParser:
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_argument("--value", type=declared.type)
+    return parser
+
+
 def read_value(
     name: str,  # an option's, or that of an entry of its value
     value: Any,  # as it is typed, or from a file
@@ -98,16 +105,13 @@ def read_value(
     if not full:
         refuse_name(name, options)
     declared = options[full]
-    kind = options[full].type
     whole = {entry: value} if entry else value
-    parser = ArgumentParser(exit_on_error=False)
-    parser.add_argument("--value", type=kind)
     try:
         if whole != "":  # `problem_with` says what is wrong with it
-            whole = parser.parse_object({"value": whole}).value
+            whole = _parser_of(declared).parse_object({"value": whole}).value
     except (ArgumentError, RecursionError):
-        text = "take" if get_origin(kind) is Literal else "this is not of type"
-        text += f" {type_words(kind)}. It is: "
+        text = "take" if get_origin(declared.type) is Literal else "this is not of type"
+        text += f" {type_words(declared.type)}. It is: "
         text += f"{declared.metadata['help']}."
         raise UserError(f"{name} {shown(value)}: {text}") from None
     if problem := problem_with(declared, whole):

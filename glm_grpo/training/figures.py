@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from PIL import Image
 
@@ -32,8 +33,10 @@ class ShownFigure(Figure):
 
     def png(self) -> bytes:
         data = io.BytesIO()
+        self.set_dpi(DPI)
         with warnings.catch_warnings(action="ignore"):  # letters that the font does not have
-            self.savefig(data, format="png", dpi=DPI, pil_kwargs={"compress_level": 1})
+            # `savefig` would draw all of it twice
+            FigureCanvasAgg(self).print_png(data, pil_kwargs={"compress_level": 1})
         return data.getvalue()
 
     def _repr_png_(self) -> tuple[bytes, dict[str, int]]:  # as IPython wants it, with its size

@@ -155,7 +155,7 @@ def test_a_stream_must_wait_for_what_another_one_writes():
 
 # ------------------------------------------------------------------------------------- training
 TRAININGS = [("ar", "t2i", True), ("dit", "t2i", True)]
-TRAININGS += [("both", "t2i", True), ("both", "i2i", True), ("both", "i2i", False)]
+TRAININGS += [("both", "t2i", True), ("both", "i2i", False)]  # edits with adapters: the programs
 
 
 @pytest.mark.parametrize("component, mode, lora", TRAININGS)
@@ -191,12 +191,12 @@ def test_the_same_images_as_on_the_cpu(model_folder):
 def test_a_step_after_loading_is_the_step_without(model_folder, tmp_path):
     "Offload, moving average, checkpoint of all weights. Adapters: `rank_cases`."
     options = {"ema_decay": 0.9}
-    straight = make_trainer(load_model(model_folder, "both", False, offload=True), "i2i", **options)
+    straight = make_trainer(load_model(model_folder, "ar", False, offload=True), "i2i", **options)
     batch = make_batch("i2i")
     straight.train_step(batch)
     straight.save_checkpoint(tmp_path / "one")
     straight.train_step(batch)
-    resumed = make_trainer(load_model(model_folder, "both", False, offload=True), "i2i", **options)
+    resumed = make_trainer(load_model(model_folder, "ar", False, offload=True), "i2i", **options)
     resumed.load_checkpoint(tmp_path / "one")
     resumed.train_step(batch)
     for a, b in zip(straight.optimizer.stepped, resumed.optimizer.stepped):
