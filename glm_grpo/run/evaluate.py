@@ -26,7 +26,7 @@ from glm_grpo.run.build import (
 )
 from .command_line import TrainOptions, build, load_options, print_note
 from .command_line import read_words, run_command
-from .config import Config, check_config
+from .config import Config, check_config, default_warnings
 from .evaluation import describe_result, evaluate_config, write_eval
 from .report import before_after_grid, write_page
 from ..training.checkpoints import find_checkpoint, read_note, run_folder, whole_checkpoint
@@ -168,7 +168,7 @@ def evaluate_command(argv: list[str]) -> int:
     config = with_options(config, changes)
     check_config(config, trains=False)
     config = resolve(config)
-    for line in unused_settings():
+    for line in (*unused_settings(), *default_warnings(config, trains=False)):
         print_note(line)
     with Ranks.start(config.model.device) as ranks:
         compare(config, checkpoint, baseline, out, ranks)

@@ -45,7 +45,7 @@ from glm_grpo.run.build import (
     resolve,
 )
 from .command_line import parse_args, run_command, words_to_go_on
-from .config import OPTIONS, Config, check_config, to_yaml
+from .config import OPTIONS, Config, check_config, default_warnings, to_yaml
 from glm_grpo.run.evaluation import (
     PeriodicEvaluation,
     describe_result,
@@ -96,7 +96,7 @@ class Run:
         for prompts, size in self.sized:
             check_reward(self.reward, prompts, *size)
         self.say("data", describe_data(config.data, self.dataset, self.heldout))
-        for line in many_passes(config, len(self.dataset)):
+        for line in (*default_warnings(config), *many_passes(config, len(self.dataset))):
             self.say("WARNING", line)
         for line in describe_apostrophes(self.dataset, self.heldout):
             self.say("note", line)
