@@ -52,8 +52,15 @@ class Note(Callback):
     def on_step_end(self, trainer, metrics, experience):
         metrics["noted"] = 3.0
 
+class Fails(Callback):
+    def on_step_end(self, trainer, metrics, experience):
+        torch.ones(trainer.step).view(3, 5)
+
 class NoCallback:
     pass
+
+def breaks(rewards, group_size):
+    return {}["group"]
 """
 pytestmark = pytest.mark.usefixtures("at_root")
 
@@ -113,6 +120,25 @@ def test_advantages_of_another_shape_stop_the_run(folder, mine, capsys):
     words = small(folder, "--reward.grpo.advantages", f"{mine}:few", "--num_steps", 1)
     assert main(*words, "--output_dir", folder / "run") == 2
     assert "must return as many finite advantages" in told(capsys)
+
+
+@pytest.mark.parametrize(
+    "option, name, line, error",
+    [
+        ("training.callbacks", "Fails", "view(3, 5)", "RuntimeError: shape '[3, 5]' is invalid"),
+        ("reward.grpo.advantages", "breaks", '{}["group"]', "KeyError: 'group'"),
+    ],
+)
+def test_an_error_in_ones_own_code_is_told_with_its_line(
+    folder, mine, capsys, option, name, line, error
+):
+    "And is no bug in the program, also where PyTorch raised it."
+    words = small(folder, f"--{option}", f"{mine}:{name}", "--num_steps", 1)
+    assert main(*words, "--output_dir", folder / "run") == 2
+    output = told(capsys)
+    number = mine.read_text().split(line)[0].count("\n") + 1
+    assert error in output and "a bug in" not in output
+    assert f"({mine}, line {number}, in your own code)" in output
 
 
 def test_a_run_ends_when_the_held_out_reward_is_enough(folder, capsys):

@@ -566,7 +566,7 @@ def explain(error: Exception, run: Run, training: Training | None) -> None:
         raise UserError(fix + saved) from error
     if saved:
         error.add_note(saved.strip() + ".")
-    if run.ranks.first and run.out:  # a bug in the program
+    if run.ranks.first and run.out:  # a bug, perhaps in the user's own code
         path = run.out / "traceback.txt"
         with contextlib.suppress(OSError), atomic_write(path) as f:
             f.writelines(traceback.format_exception(error))

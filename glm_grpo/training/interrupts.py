@@ -268,10 +268,13 @@ def tell_end(error: BaseException, debug: bool = False) -> int:
     elif gone := lost_rank(error):
         status, text = 2, gone
     elif not isinstance(error, SystemExit):
-        from glm_grpo.data.code import error_text
+        from glm_grpo.data.code import error_text, own_line
 
         text = error_text(error)
-        if isinstance(error, OSError):
+        if own := own_line(error):
+            status = 2
+            text += f" ({own.filename}, line {own.lineno}, in your own code)"
+        elif isinstance(error, OSError):
             status = 2
         else:
             frame = traceback.extract_tb(error.__traceback__)[-1]
