@@ -48,6 +48,7 @@ from glm_grpo.run.command_line import (
     read_words,
 )
 from glm_grpo.run.config import Config, check_config, to_yaml
+from glm_grpo.run.probe import main as probe_main
 from glm_grpo.run.plan import read_machine
 from glm_grpo.training.optimizer import make_adamw
 
@@ -236,6 +237,23 @@ def test_dry_run_counts_and_leaves_nothing(folder, capsys):
         assert main("--dry_run", *words, *wrong) == 2
         assert says in capsys.readouterr().err
     assert files(folder) == there
+
+
+def test_all_programs_warn_of_defaults_that_fit_the_tiny_model_alone(tmp_path, capsys):
+    "Before they load a model; the files in configs/ have other values."
+    part = tmp_path / "large/vision_language_encoder"
+    part.mkdir(parents=True)
+    (part / "config.json").write_text('{"text_config": {"hidden_size": 4096}}')
+    words = ["--model.torch_dtype", "bfloat16", "--data.image_size", 1024]
+    words += ["--training.learning_rate", 1e-4, "--output_dir", tmp_path / "out"]
+    recipe = ["--config", "configs/real_ar_80gb.yaml"]
+    for program, number in ((main, 2), (evaluate_main, 1), (probe_main, 1)):
+        for given, expected in ((words, number), (recipe, 0)):
+            given = [str(word) for word in ["--model.name", part.parent, *given]]
+            status = program(given) if program is probe_main else program(*given)
+            said = capsys.readouterr()
+            assert status == 2 and "model_index.json is missing" in said.err
+            assert said.out.count("is made for the tiny model") == expected
 
 
 def test_a_run_and_a_dry_run_warn_of_many_passes(folder, capsys):

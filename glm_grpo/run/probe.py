@@ -35,8 +35,9 @@ from glm_grpo.run.build import (
     open_data,
     resolve,
 )
-from .config import check_config
-from .command_line import TrainOptions, build, load_options, read_words, run_command
+from .config import check_config, default_warnings
+from .command_line import TrainOptions, build, load_options, print_note
+from .command_line import read_words, run_command
 from .evaluation import without_nan
 from ..training.figures import ShownFigure, save_figure
 from ..training.options import with_options
@@ -240,6 +241,8 @@ def probe_command(argv: list[str]) -> int:
     check_output_folder(file.parent)
     config = load_options(typed)
     check_config(config, trains=False)
+    for line in default_warnings(config, trains=False):
+        print_note(line)
     config = resolve(with_options(config, {"model.component": "both"}))
     if config.training.mode == "i2i":
         options["grids"] *= options["previews"]
