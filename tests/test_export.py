@@ -223,6 +223,16 @@ def test_averages_sampling_and_the_check(run, tmp_path, capsys):
     assert "top_p is None, and 0.9 was trained" in told(capsys)
 
 
+def test_a_run_in_bfloat16_is_what_was_trained(tmp_path, capsys):
+    "Both sides of the check decode in the same precision, also on a CPU."
+    folder = make_folder(tmp_path)
+    words = ["--model.component", "both", "--model.torch_dtype", "bfloat16", "--num_steps", 1]
+    words += ["--rollout.num_inference_steps", 2]
+    assert main(*small(folder, *words, "--output_dir", folder / "run")) == 0
+    assert export_main(folder / "run", "--to", folder / "GLM-Image-run", "--check") == 0
+    assert "is what was trained" in capsys.readouterr().out
+
+
 def test_the_card_says_which_prompts_were_measured(run, tmp_path):
     "Of the two prompts of this run none is held out; where some are, the card says that."
     again = shutil.copytree(run, tmp_path / "run")
