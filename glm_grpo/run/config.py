@@ -629,8 +629,10 @@ def default_warnings(
     trains: bool = True,  # False: an evaluation, which has the adapters of its checkpoint
 ) -> Iterator[str]:
     "A large model takes other options than the tiny one."
-    adapters = trains and config.model.lora and config.model.component != "dit"
-    for one in left_alone(config, [*BETTER_FOR_LARGE][: 1 + adapters]):
+    names = ["rollout.num_inference_steps"]
+    if trains and config.model.lora and config.model.component != "dit":
+        names.append("model.lora_target_modules")
+    for one in left_alone(config, names):
         yield (
             f"{one} {shown(option_value(config, one))} is made for the tiny model. The files in "
             f"configs/ have {BETTER_FOR_LARGE[one]} for a large one."
