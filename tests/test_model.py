@@ -496,13 +496,13 @@ def test_the_largest_uniforms_sample_a_token_of_the_codebook(u, top_p):
     generator = torch.Generator().manual_seed(0)
     logits = 3 * torch.randn(500, 64, generator=generator)
     counter = StepCounter(False, "cpu")
-    loop = SimpleNamespace(K=64, counter=counter, logits=logits)
-    decisions = Decisions(loop, torch.full((500, 1), u), 1.0, top_p)
-    ids = decisions.decide()
-    assert ids.max() < 64 and torch.equal(decisions.token_ids[:, 0], ids)
+    loop = SimpleNamespace(K=64, counter=counter, logits=logits, rotations=torch.zeros(1, 2))
+    decisions = Decisions(loop, torch.full((500, 1), u), top_p)
+    decisions.decide(decisions.read()[0])
+    ids, kept, logprobs = decisions.sampled()
+    assert ids.max() < 64 and logprobs.isfinite().all()
     if top_p < 1:
-        kept = unpack_kept(decisions.kept[:, 0], 64)
-        assert kept.gather(1, ids[:, None]).all()
+        assert unpack_kept(kept[:, 0], 64).gather(1, ids).all()
 
 
 def run_once(folder, **options):

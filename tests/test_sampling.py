@@ -125,12 +125,12 @@ def some_logits():
 def test_shares_are_probabilities(top_p):
     logits = some_logits()[20:21]
     u = (torch.arange(10_000) + 0.5) / 10_000
-    token_ids, _, kept = sample_token_ids(logits.expand(10_000, -1), u, top_p)
+    token_ids, *_, kept = sample_token_ids(logits.expand(10_000, -1), u, top_p)
     probabilities = logits[0].softmax(0)
     if top_p < 1:
         probabilities = probabilities * kept[0]
         probabilities /= probabilities.sum()
-    share = token_ids.bincount(minlength=1024) / 10_000
+    share = token_ids[:, 0].bincount(minlength=1024) / 10_000
     assert (share - probabilities).abs().max() < 2e-4 and (share > 0).sum() > 50
 
 
@@ -144,9 +144,9 @@ def test_loop_gives_the_models_logits(ar, tuned, inputs, sampled, K, fixed):
     for name, model in {"plain": ar, "tuned": tuned}.items():
         with torch.no_grad():
             loop, steps = SamplingLoop(model, inputs, torch.tensor(INDEX), fixed), []
-            for ids in token_ids.T:
+            for ids, rotation in zip(token_ids.T, loop.rotations):
                 steps.append(loop.logits.clone())
-                loop.advance(ids)
+                loop.advance(ids, rotation)
             found[name] = torch.stack(steps, 1)
             expected = full_logits(model, inputs, INDEX, token_ids, K)
         assert torch.allclose(found[name], expected, atol=1e-3)
@@ -158,7 +158,7 @@ def test_tokens_are_those_of_the_models_logits(ar, inputs, uniforms, sampled, K)
     temperature, top_p, token_ids, kept = sampled
     with torch.no_grad():
         logits = full_logits(ar, inputs, INDEX, token_ids, K) / temperature
-    again, _, own_kept = sample_token_ids(logits.flatten(0, 1), uniforms.flatten(), top_p)
+    again, *_, own_kept = sample_token_ids(logits.flatten(0, 1), uniforms.flatten(), top_p)
     assert torch.equal(again.view(token_ids.shape), token_ids)
     if top_p < 1:  # last bits of the logits may move one token at the border of a set
         different = own_kept.view(*token_ids.shape, K) != unpack_kept(kept, K)
@@ -285,7 +285,7 @@ def test_a_step_has_few_operations(ar, tuned, inputs, uniforms):
     num_layers = len(ar.model.language_model.layers)
     for model, in_layer in ((ar, 18), (tuned, 28)):
         loop = SamplingLoop(model, trim(inputs), torch.tensor(INDEX), fixed_shapes=True)
-        decisions = Decisions(loop, uniforms, *SETTINGS["wide"])
+        decisions = Decisions(loop, uniforms, top_p=0.9)
         with Operations() as done:
             decisions.step()
         most = 8 * (4 * num_layers + 1) + in_layer * num_layers + 45

@@ -223,10 +223,11 @@ class SamplingWork:
 
     def decisions(self) -> Decisions:
         "A sampling loop as on CUDA, before its first step."
-        loop = SamplingLoop(self.model, trim(self.inputs), self.prompt_index, fixed_shapes=True)
-        tokens = Decisions(loop, self.uniforms, **HOT)
-        tokens.token_ids.zero_()
-        return tokens
+        inputs = trim(self.inputs)
+        loop = SamplingLoop(self.model, inputs, self.prompt_index, True, HOT["temperature"])
+        decisions = Decisions(loop, self.uniforms, HOT["top_p"])
+        decisions.written.zero_()
+        return decisions
 
 
 def check_scoring(device: torch.device, dtype: str, deep: bool = False) -> str:
@@ -284,7 +285,7 @@ def timed_steps(work: SamplingWork, recorder: CudaGraphs, launches) -> tuple[Ten
             again()
 
     milliseconds = 1000 * seconds_of(sample) / rest
-    return decisions.token_ids, f"{milliseconds:.2f} ms and {number} launches"
+    return decisions.sampled().token_ids, f"{milliseconds:.2f} ms and {number} launches"
 
 
 def compare_recorders(work: SamplingWork, graphs: CudaGraphs, launches=count_launches) -> str:
@@ -326,7 +327,7 @@ def waits_of_loop(work: SamplingWork, steps: int = 4) -> str:
         for _ in range(steps):
             decisions.step()
 
-    if not count_waits(decisions.token_ids.sum().item):
+    if not count_waits(decisions.written.sum().item):
         raise Failed("an item() was not counted as a wait, so the count below means nothing")
     waits = count_waits(sample)
     if waits:

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['SMALL', 'nucleus', 'pack_kept', 'unpack_kept', 'sum_dtype', 'sample_token_ids', 'prefill', 'KVCache',
-           'rotation_table', 'rotate_', 'crossed', 'rotate_by_sums_', 'attend', 'SamplingLoop', 'Decisions',
-           'SampledTokens', 'sample_tokens']
+           'rotation_table', 'rotate_', 'crossed', 'rotate_by_sums_', 'attend', 'SamplingLoop', 'in_bytes',
+           'SampledTokens', 'Decisions', 'sample_tokens']
 
 # %% ../../nbs/3_model/03_sampling.ipynb #c002
 from collections.abc import Callable
@@ -25,29 +25,30 @@ from .tokens import masked_attention, trim, visibility
 
 # %% ../../nbs/3_model/03_sampling.ipynb #k_c016
 def nucleus(
-    logits: Tensor,  # [N, K] float32, already divided by the temperature
+    probabilities: Tensor,  # [N, K] float32
     top_p: float,  # in (0, 1)
     fixed: bool = False,  # True: as on a GPU
 ) -> Tensor:  # [N, K] bool
     """The kept set of top-p: the fewest of the likeliest tokens whose probabilities sum to top_p.
 
     Holtzman, arXiv 1904.09751, eq. 2; as transformers' TopPLogitsWarper. Of tokens that tie at the
-    smallest kept logit, the first are dropped.
+    smallest kept probability, the first are dropped.
     """
-    K = logits.shape[-1]
-    if fixed or logits.device.type != "cpu":
-        values, order = logits.sort(dim=-1, stable=True)
-        kept = values.softmax(-1).cumsum(-1) > 1 - top_p
-        kept[..., -1].fill_(True)  # one token is always kept; `= True` would be a copy more
+    K = probabilities.shape[-1]
+    if fixed or probabilities.device.type != "cpu":
+        values, order = probabilities.sort(dim=-1, stable=True)
+        kept = values.cumsum(-1) > 1 - top_p
+        if top_p < 0.01:  # one token is always kept, also where the sum is rounded to less than 1
+            kept[..., -1].fill_(True)
         return kept.scatter(-1, order, kept)
-    values = torch.from_numpy(np.sort(logits.detach().numpy(), -1))  # NumPy's sort is faster
-    num_dropped = (values.softmax(-1).cumsum(-1) <= 1 - top_p).sum(-1, keepdim=True)
+    values = torch.from_numpy(np.sort(probabilities.detach().numpy(), -1))  # faster than PyTorch's
+    num_dropped = (values.cumsum(-1) <= 1 - top_p).sum(-1, keepdim=True)
     num_dropped.clamp_(max=K - 1)  # one token is always kept
-    border = values.gather(-1, num_dropped)  # the smallest kept logit
-    kept = logits >= border
+    border = values.gather(-1, num_dropped)  # the smallest kept probability
+    kept = probabilities >= border
     too_many = kept.sum(-1, keepdim=True) - (K - num_dropped)  # above 0 where others tie with it
     if too_many.any():
-        tied = logits == border
+        tied = probabilities == border
         kept &= ~(tied & (tied.cumsum(-1) <= too_many))
     return kept
 
@@ -81,14 +82,12 @@ def sum_dtype(device: torch.device) -> torch.dtype:
 
 
 def _inverse_cdf(probabilities, u):
-    """The first token at which the running sum passes u, which is scaled to the sum, and its share
-    of the sum."""
+    "The first token at which the running sum passes u times the whole sum; its term; the sum."
     dtype = sum_dtype(u.device)
     running_sum = probabilities.cumsum(-1, dtype=dtype)
     total = running_sum[:, -1:]
     ids = torch.searchsorted(running_sum, u.to(dtype)[:, None] * total, right=True)
-    shares = probabilities.gather(-1, ids) / total
-    return ids[:, 0], shares[:, 0]
+    return ids, probabilities.gather(-1, ids), total
 
 
 def sample_token_ids(
@@ -96,26 +95,29 @@ def sample_token_ids(
     u: Tensor,  # [N] float32 or float64 in [0, 1)
     top_p: float = 1.0,  # in (0, 1]; 1 keeps all tokens
     fixed: bool = False,  # True: the same operations whatever the numbers, as a recording needs
-    # token ids [N] int64; their probabilities [N] float64; kept [N, K] bool or None
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    "Inverse CDF: the first token at which the running sum of probabilities passes `u`."
+    # token ids [N, 1] int64; their probabilities in the whole codebook [N, 1] float32; the
+    # probability of the kept set [N, 1] float64; kept [N, K] bool or None
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Inverse CDF: the first token at which the running sum over the kept set passes `u` times the
+    set's probability."""
     probabilities = logits.softmax(-1)
     if top_p == 1:
         return *_inverse_cdf(probabilities, u), None
     if fixed or logits.device.type != "cpu":
-        kept = nucleus(logits, top_p, fixed=True)
+        kept = nucleus(probabilities, top_p, fixed=True)
         return *_inverse_cdf(probabilities * kept, u), kept
     # rows whose likeliest token alone is the kept set need no sort
-    token_ids = torch.from_numpy(probabilities.detach().numpy().argmax(-1))  # NumPy's is faster
-    likeliest = token_ids[:, None]
-    shares = torch.ones(len(logits), dtype=torch.float64)
-    kept = torch.zeros(logits.shape, dtype=torch.bool).scatter_(1, likeliest, True)
-    sure = probabilities.gather(1, likeliest)[:, 0] > max(top_p, 0.5) + 1e-3
+    ids = torch.from_numpy(probabilities.detach().numpy().argmax(-1))[:, None]  # NumPy's is faster
+    chosen = probabilities.gather(1, ids)
+    total = chosen.double()
+    kept = torch.zeros(logits.shape, dtype=torch.bool).scatter_(1, ids, True)
+    sure = chosen[:, 0] > max(top_p, 0.5) + 1e-3
     if not sure.all():
         unsure = (~sure).nonzero()[:, 0]
-        likely = kept[unsure] = nucleus(logits[unsure], top_p)
-        token_ids[unsure], shares[unsure] = _inverse_cdf(probabilities[unsure] * likely, u[unsure])
-    return token_ids, shares, kept
+        likely = kept[unsure] = nucleus(probabilities[unsure], top_p)
+        found = _inverse_cdf(probabilities[unsure] * likely, u[unsure])
+        ids[unsure], chosen[unsure], total[unsure] = found
+    return ids, chosen, total, kept
 
 # %% ../../nbs/3_model/03_sampling.ipynb #c012
 def prefill(
@@ -248,6 +250,7 @@ class SamplingLoop:
         inputs: PromptInputs,  # P prompts
         prompt_index: Tensor,  # [N] int64: the prompt of each sample
         fixed_shapes: bool,  # True: the same shapes in each step, as a CUDA graph requires
+        temperature: float = 1.0,  # logits are divided by it
     ):
         model, self.text_model, self.K = language_model_parts(model)
         last_hidden, prefilled = prefill(self.text_model, inputs)
@@ -268,15 +271,17 @@ class SamplingLoop:
         self.norm = rms_norm(self.text_model.norm)
         self.head = product([model.lm_head])
         self.scale = self.text_model.layers[0].self_attn.scaling
+        # a tensor: the division then has float32 logits, which a number leaves in half precision
+        self.temperature = torch.tensor([temperature], device=last_hidden.device)
         # [N, K] float32: of the next token, without the outputs that are not image tokens
-        self.logits = self.head(last_hidden[prompt_index])[:, : self.K].float()
+        self.logits = self.head(last_hidden[prompt_index])[:, : self.K] / self.temperature
 
     def advance(
         self,
         ids: Tensor,  # [N] int64, the tokens just sampled
+        rotation: Tensor,  # of their positions, an entry of `rotations`
     ) -> None:
         "Run the sampled tokens through all layers, without reading a tensor's value in Python."
-        rotation = self.counter.take(self.rotations, 0)
         self.cache.open_column()
         x = self.text_model.embed_tokens(ids)
         for number, layer in enumerate(self.layers):
@@ -291,60 +296,86 @@ class SamplingLoop:
             gate, up = layer.gate_up(layer.norm_mlp(x)).chunk(2, -1)
             x = x + layer.norm_mlp_out(layer.down(up * layer.activation(gate)))
         # to the same memory, which a recording reads
-        self.logits.copy_(self.head(self.norm(x))[:, : self.K])
+        outputs = self.head(self.norm(x))[:, : self.K]
+        torch.div(outputs, self.temperature, out=self.logits)
         self.counter.advance()
 
+# %% ../../nbs/3_model/03_sampling.ipynb #c035b
+def in_bytes(
+    *parts: Tensor,  # [M, ...] each, of any dtype; the last dimension of each is contiguous
+) -> Tensor:  # [M, bytes of all] uint8
+    "Rows of several tensors side by side, so that one operator takes or puts them all."
+    return torch.cat([part.flatten(1).view(torch.uint8) for part in parts], 1)
+
 # %% ../../nbs/3_model/03_sampling.ipynb #c036
-class Decisions:
-    "The tokens sampled so far, their probabilities, and the settings for sampling the next one."
-
-    def __init__(
-        self,
-        loop: SamplingLoop,
-        uniforms: Tensor,  # [N, T] float32 in [0, 1)
-        temperature: float,
-        top_p: float,
-    ):
-        self.loop = loop
-        self.temperature = temperature
-        self.top_p = top_p
-        device = loop.logits.device
-        shape = uniforms.shape
-        # far enough below 1 that u times the sum stays below the sum in float32 as well
-        self.uniforms = uniforms.to(device, sum_dtype(device)).clamp(max=1 - 2**-23)
-        self.token_ids = torch.empty(shape, dtype=torch.long, device=device)
-        self.shares = torch.empty_like(self.uniforms)  # the tokens' probabilities in this loop
-        self.kept = None
-        if top_p < 1:
-            num_bytes = -(-loop.K // 8)
-            self.kept = torch.empty(*shape, num_bytes, dtype=torch.uint8, device=device)
-
-    def decide(self) -> Tensor:  # [N] int64
-        "Sample one token per row."
-        counter = self.loop.counter
-        u = counter.take(self.uniforms, 1)
-        logits = self.loop.logits / self.temperature
-        ids, shares, kept = sample_token_ids(logits, u, self.top_p, counter.fixed)
-        counter.put(self.token_ids, 1, ids)
-        counter.put(self.shares, 1, shares)
-        if kept is not None and self.kept is not None:
-            counter.put(self.kept, 1, pack_kept(kept, counter.fixed))
-        return ids
-
-    def step(self) -> None:
-        "Sample one token per row and run it through all layers."
-        self.loop.advance(self.decide())
-
-# %% ../../nbs/3_model/03_sampling.ipynb #c037
-SMALL = 2**25  # multiplications of the largest product of a step
-
-
 class SampledTokens(NamedTuple):
     "The tokens of N samples as the loop sampled them."
 
     token_ids: Tensor  # [N, T] int64: preview, then large grid
     kept: Tensor | None  # [N, T, ceil(K/8)] uint8: the kept sets; None where `top_p` is 1
     logprobs: Tensor  # [N, T] float32, in nats: recorded by the loop that sampled
+
+
+class Decisions:
+    "What the steps of a loop read, the tokens sampled so far, and how the next one is sampled."
+
+    def __init__(
+        self,
+        loop: SamplingLoop,
+        uniforms: Tensor,  # [N, T] float32 in [0, 1)
+        top_p: float,
+    ):
+        self.loop = loop
+        self.top_p = top_p
+        device = loop.logits.device
+        # far enough below 1 that u times the sum stays below the sum in float32 as well
+        u = uniforms.to(device, sum_dtype(device)).clamp(max=1 - 2**-23)
+        by_step = u.T.clone(memory_format=torch.contiguous_format)
+        self.to_read = in_bytes(by_step, loop.rotations)  # [T, bytes]
+        self.parts = [8, u.itemsize, 4]  # bytes: token, probability of its kept set, its own
+        self.parts.append(-(-loop.K // 8) if top_p < 1 else 0)
+        self.written = torch.empty(
+            *uniforms.shape, sum(self.parts), dtype=torch.uint8, device=device
+        )
+
+    def read(self) -> tuple[Tensor, Tensor]:  # u [N]; an entry of `rotations`
+        "Of this step."
+        table = self.loop.rotations
+        row = self.loop.counter.take(self.to_read, 0)
+        num_rotation = table[0].nbytes
+        u = row[:-num_rotation].view(sum_dtype(row.device))
+        return u, row[-num_rotation:].view(table.dtype).view(table.shape[1:])
+
+    def decide(
+        self,
+        u: Tensor,  # [N]
+    ) -> Tensor:  # [N] int64
+        "Sample one token per row."
+        counter = self.loop.counter
+        found = sample_token_ids(self.loop.logits, u, self.top_p, counter.fixed)
+        ids, chosen, total, kept = found
+        parts = [ids, total, chosen]
+        if kept is not None:
+            parts.append(pack_kept(kept, counter.fixed))
+        counter.put(self.written, 1, in_bytes(*parts))
+        return ids[:, 0]
+
+    def step(self) -> None:
+        "Sample one token per row and run it through all layers."
+        u, rotation = self.read()
+        self.loop.advance(self.decide(u), rotation)
+
+    def sampled(self) -> SampledTokens:
+        "What was sampled, after the last step."
+        ids, total, chosen, kept = self.written.split(self.parts, -1)
+        dtypes = torch.long, sum_dtype(ids.device), torch.float32
+        columns = zip((ids, total, chosen), dtypes)
+        token_ids, total, chosen = [x.contiguous().view(dtype)[..., 0] for x, dtype in columns]
+        logprobs = (chosen / total).log().float()
+        return SampledTokens(token_ids, kept.contiguous() if self.top_p < 1 else None, logprobs)
+
+# %% ../../nbs/3_model/03_sampling.ipynb #c037
+SMALL = 2**25  # multiplications of the largest product of a step
 
 
 @torch.no_grad()
@@ -364,8 +395,8 @@ def sample_tokens(
     device = inputs.input_ids.device
     prompt_index = torch.as_tensor(prompt_index, device=device)
     fixed = device.type == "cuda" if fixed_shapes is None else fixed_shapes
-    loop = SamplingLoop(model, trim(inputs), prompt_index, fixed)
-    decisions = Decisions(loop, uniforms, temperature, top_p)
+    loop = SamplingLoop(model, trim(inputs), prompt_index, fixed, temperature)
+    decisions = Decisions(loop, uniforms, top_p)
     if fixed and recorder is None:
         recorder = recorder_for(device)
     sizes = loop.text_model.config
@@ -374,7 +405,7 @@ def sample_tokens(
     torch.set_num_threads(1 if small else threads)
     try:
         repeat(decisions.step, inputs.num_tokens - 1, recorder)
-        decisions.decide()  # the last token need not go through the layers
+        decisions.decide(decisions.read()[0])  # the last token need not go through the layers
     finally:
         torch.set_num_threads(threads)
-    return SampledTokens(decisions.token_ids, decisions.kept, decisions.shares.log().float())
+    return decisions.sampled()

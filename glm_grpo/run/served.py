@@ -139,7 +139,8 @@ def trained_probabilities(
     scaled = logits[..., :codebook] / sampling["temperature"]
     if sampling["top_p"] < 1:
         flat = scaled.flatten(0, -2)
-        scaled = flat.masked_fill(~nucleus(flat, sampling["top_p"]), -torch.inf).view_as(scaled)
+        kept = nucleus(flat.softmax(-1), sampling["top_p"])
+        scaled = flat.masked_fill(~kept, -torch.inf).view_as(scaled)
     return F.pad(scaled.softmax(-1), (0, logits.shape[-1] - codebook))
 
 

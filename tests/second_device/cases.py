@@ -353,9 +353,9 @@ def test_what_a_recording_would_freeze_is_seen(dit_model, owner, monkeypatch):
     "A new tensor for the logits, and a counter in Python."
     eager, advance = tokens_of(dit_model, recorder=Eager()), owner.advance
 
-    def new_logits(loop, ids):
+    def new_logits(loop, *args):
         loop.logits = loop.logits.clone()
-        advance(loop, ids)
+        advance(loop, *args)
 
     def python_counter(counter):
         counter.step = counter.step + 1
@@ -368,8 +368,8 @@ def test_what_a_recording_would_freeze_is_seen(dit_model, owner, monkeypatch):
 def test_a_planted_wait_of_the_sampling_loop_is_found(dit_model, short, monkeypatch):
     decide = sampling.Decisions.decide
 
-    def look(decisions):
-        ids = decide(decisions)
+    def look(decisions, u):
+        ids = decide(decisions, u)
         assert ids.max().item() >= 0
         return ids
 
@@ -403,9 +403,9 @@ def test_a_recording_that_fails_leaves_nothing_behind(dit_model, monkeypatch):
     "The step asks for a number. PyTorch's own `graph` does not go back to the stream from before."
     advance, here = sampling.SamplingLoop.advance, torch.cuda.current_stream()
 
-    def look(loop, ids):
+    def look(loop, ids, rotation):
         ids.max().item()
-        advance(loop, ids)
+        advance(loop, ids, rotation)
 
     monkeypatch.setattr(sampling.SamplingLoop, "advance", look)
     told = sample_twice(dit_model)

@@ -310,7 +310,7 @@ def calculate(func, args, kwargs):
     "An operation on the numbers; a CUDA graph that is being recorded notes it."
     graph = graph_in_progress()
     if graph:
-        graph.before(func, args)
+        graph.before(func, args, kwargs)
     out = calculate_now(func, args, kwargs)
     if graph:
         graph.after(func, args, kwargs, out)
@@ -444,17 +444,19 @@ class Graph:
             raise RuntimeError(f"CUDA error: {self.fault}")
         POOLS_IN_USE.discard(self.pool)
 
-    def before(self, func, args) -> None:
+    def before(self, func, args, kwargs) -> None:
         "A recording has no effect: keep what an operation overwrites."
-        for argument, value in zip(func._schema.arguments, args):
+        arguments = func._schema.arguments
+        given = kwargs | {a.name: value for a, value in zip(arguments, args)}
+        for argument in arguments:
             if argument.alias_info is not None and argument.alias_info.is_write:
-                storage = value.untyped_storage()
+                storage = given[argument.name].untyped_storage()
                 if storage.data_ptr() not in self.made:
                     self.written.setdefault(storage.data_ptr(), (storage, storage.clone()))
 
     def after(self, func, args, kwargs, out) -> None:
         self.operations.append((func, args, kwargs, out))
-        given = {x.untyped_storage().data_ptr() for x in all_tensors(args)}
+        given = {x.untyped_storage().data_ptr() for x in all_tensors([*args, *kwargs.values()])}
         self.made |= {x.untyped_storage().data_ptr() for x in all_tensors(out)} - given
 
     def take_back(self) -> None:
