@@ -11,12 +11,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import NormalDist
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from ..training.figures import ShownFigure
+if TYPE_CHECKING:
+    from glm_grpo.training.figures import ShownFigure
 
 # %% ../../nbs/6_run/03_alarms.ipynb #c05n008
 def standard_error(
@@ -250,8 +251,10 @@ def reward_hacking_alarm(
 def alarm_figure(
     history: Sequence[Evaluation],  # as for `reward_hacking_alarm`, two evaluations or more
     trained: Sequence[str] = (),  # names of the metrics that have a weight in the reward
-) -> ShownFigure:
+) -> "ShownFigure":
     "Every number that is not trained as a share of its first value; what warns is in colour."
+    from glm_grpo.training.figures import ShownFigure  # matplotlib, where it draws
+
     run = EvaluationHistory(history, trained)
     alarms = run.alarms[-1]
     figure = ShownFigure(figsize=(8, 2.8), layout="constrained")

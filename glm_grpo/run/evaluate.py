@@ -30,7 +30,6 @@ from .config import Config, check_config, default_warnings
 from .evaluation import describe_result, evaluate_config, write_eval
 from .report import before_after_grid, write_page
 from ..training.checkpoints import find_checkpoint, read_note, run_folder, whole_checkpoint
-from ..training.figures import save_figure
 from ..training.interrupts import remedy
 from ..training.options import with_options
 from ..training.ranks import Ranks, unused_settings
@@ -108,6 +107,8 @@ def compare(
     if not ranks.first:
         return
     write_eval(out / "eval.json", before=before, after=after)
+    from glm_grpo.training.figures import save_figure  # matplotlib, where it draws
+
     save_figure(before_after_grid(before, after), out / "before_after.png")
     print("before ", describe_result(before, reward))
     if after and checkpoint:

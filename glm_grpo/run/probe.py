@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -39,8 +39,10 @@ from .config import check_config, default_warnings
 from .command_line import TrainOptions, build, load_options, print_note
 from .command_line import read_words, run_command
 from .evaluation import without_nan
-from ..training.figures import ShownFigure, save_figure
 from ..training.options import with_options
+
+if TYPE_CHECKING:
+    from glm_grpo.training.figures import ShownFigure
 
 LEVELS = ("prompts", "previews", "large grids", "images")
 
@@ -187,8 +189,10 @@ def sample_trees(
 # %% ../../nbs/6_run/09_probe.ipynb #122882f5
 def shares_figure(
     rewards: dict[str, dict[str, tuple[float, float]]],  # reward or part -> of `variance_parts`
-) -> ShownFigure:
+) -> "ShownFigure":
     "The shares of the variance within a prompt, a bar for each reward."
+    from glm_grpo.training.figures import ShownFigure  # matplotlib, where it draws
+
     figure = ShownFigure(figsize=(7, 0.8 + 0.45 * len(rewards)), layout="constrained")
     axis = figure.subplots()
     left = np.zeros(len(rewards))
@@ -276,6 +280,8 @@ def probe_command(argv: list[str]) -> int:
         record[name] = {"shares": known, **numbers, "rewards": rewards.tolist()}
     with atomic_write(file) as f:
         json.dump(record, f)
+    from glm_grpo.training.figures import save_figure  # matplotlib, where it draws
+
     figure = file.with_name("probe.png")
     save_figure(shares_figure(shares), figure)
     print(f"written: {file}, {figure}")

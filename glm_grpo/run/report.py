@@ -15,6 +15,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -29,8 +30,10 @@ from glm_grpo.run.alarms import (
 )
 from .config import ModelConfig
 from ..training.agreement import Agreement
-from ..training.figures import ShownFigure, image_grid, png_address, step_curves
 from ..training.metrics import LEGEND, legend_key
+
+if TYPE_CHECKING:
+    from glm_grpo.training.figures import ShownFigure
 
 # %% ../../nbs/6_run/04_report.ipynb #n008
 def score_text(reward: float | None) -> str:
@@ -41,9 +44,11 @@ def score_text(reward: float | None) -> str:
 def before_after_grid(
     before: Evaluation,
     after: Evaluation | None,  # the trained model; None: one image per prompt
-) -> ShownFigure:
+) -> "ShownFigure":
     """The first twelve prompts, with the same seed side by side, each with its reward; for edits
     with the source."""
+    from glm_grpo.training.figures import image_grid  # matplotlib, where it draws
+
     shown = {"before": before} | ({"after": after} if after else {})
     blocks = []
     for i, prompt in enumerate(before.prompts[:12]):
@@ -156,6 +161,8 @@ def write_page(
     """Write the numbers and images of two evaluations as one HTML file, complete or not at all.
     UserError: the prompts differ."""
     from jinja2 import Environment
+
+    from glm_grpo.training.figures import png_address, step_curves  # matplotlib, where it draws
 
     results = {"before": before} | ({"after": after} if after else {})
     evaluations = list(history or results.values())

@@ -60,7 +60,6 @@ from .report import before_after_grid, run_facts, write_page
 from ..training.callbacks import CheckpointCallback
 from ..training.checkpoints import adapter_note, check_fits, newer_than, read_note
 from ..training.checkpoints import rescue_steps
-from ..training.figures import save_figure, step_curves
 from ..training.interrupts import Interrupts, Stopped, remedy
 from ..training.options import with_options
 from ..training.ranks import Ranks, end_alone, process_count, unused_settings
@@ -482,6 +481,8 @@ def write_config(config: Config, out: str | Path) -> None:
 def write_results(training: Training) -> None:
     """eval.json, before_after.png, page.html and reward_curve.png, each if there are data for it,
     and microscope.html."""
+    from glm_grpo.training.figures import save_figure, step_curves  # matplotlib, where it draws
+
     out = training.out
     before = training.before
     after = training.after
