@@ -382,9 +382,9 @@ def make_trainer(
         watch,
         *own.callbacks,
         JsonlLogger(out / "metrics.jsonl"),
+        ProgressLines(training.log_interval),  # before what takes time
         logger,
         saves,
-        ProgressLines(training.log_interval),
     ]
     tables: list[Callback] = []
     if training.save_rollouts:  # all ranks save their images
