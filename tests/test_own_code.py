@@ -2,12 +2,16 @@
 
 import itertools
 import json
+import re
 
 import pytest
+import torch
 from helpers import main, read_jsonl, resume, small, told
 
 from glm_grpo.data.basics import UserError
+from glm_grpo.data.code import load_code
 from glm_grpo.maths.loss import LOSSES, compute_grpo_loss
+from glm_grpo.rewards.calling import RewardError, call_reward
 from glm_grpo.run.build import check_loss
 from glm_grpo.run.microscope import read_decisions
 from glm_grpo.training.options import GRPOOptions
@@ -139,6 +143,15 @@ def test_an_error_in_ones_own_code_is_told_with_its_line(
     number = mine.read_text().split(line)[0].count("\n") + 1
     assert error in output and "a bug in" not in output
     assert f"({mine}, line {number}, in your own code)" in output
+
+
+def test_a_reward_that_pytorch_stops_is_told_with_its_own_line(tmp_path):
+    path = tmp_path / "halves.py"
+    call = "torch.nn.functional.interpolate(images, (1, 2, 3))"
+    path.write_text(f"import torch\ndef halves(images):\n    return {call}\n")
+    reward = load_code(f"{path}:halves", "reward.functions")
+    with pytest.raises(RewardError, match=re.escape(f"({path}, line 3;")):
+        call_reward(reward, torch.zeros(2, 3, 5, 5), ["a cat", "a dog"])
 
 
 def test_a_run_ends_when_the_held_out_reward_is_enough(folder, capsys):

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..data.basics import UserError
-from ..data.code import error_text, load_code
+from ..data.code import error_text, load_code, own_line
 from ..data.rollout import Rollout, RolloutOptions, Samples, Terms, per_row
 from ..maths.matching import matching_logprob, nft_terms, pair_terms, stratified_steps
 from ..maths.noise import SampleNames, named_noise
@@ -555,7 +555,7 @@ def call_method(objective: Objective, method: str, *arguments: Any) -> Any:
         known = isinstance(error, (UserError, torch.OutOfMemoryError))
         if known or type(objective).__module__ == __name__:
             raise
-        at = traceback.extract_tb(error.__traceback__)[-1]
+        at = own_line(error) or traceback.extract_tb(error.__traceback__)[-1]
         raise UserError(
             f"{_where(objective, method)} raised {error_text(error)} ({at.filename}, line "
             f"{at.lineno}). Compare with nbs/3_model/10_objectives.ipynb."

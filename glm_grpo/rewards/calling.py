@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ..data.basics import UserError
-from ..data.code import error_text
+from ..data.code import error_text, own_line
 from ..data.images import tensor_to_pil
 
 # %% ../../nbs/4_rewards/01_calling.ipynb #c006
@@ -141,7 +141,7 @@ def call_reward(
     except (UserError, RewardError):  # a part's error already has its name
         raise
     except (Exception, SystemExit) as error:
-        at = traceback.extract_tb(error.__traceback__)[-1]
+        at = own_line(error) or traceback.extract_tb(error.__traceback__)[-1]
         text = error_text(error)
         pil = " Call its parameter pil_images to get PIL images." * ("'Tensor' object" in text)
         raise RewardError(
