@@ -1,5 +1,5 @@
-"""Training on two ranks, each with its own device. `tests/test_second_device.py` starts two
-processes with these cases. Both processes run all cases, in the same order."""
+"""Training on two ranks, each with its own device. `all_cases.py` starts two processes with these
+cases. Both processes run all cases, in the same order."""
 
 import os
 from pathlib import Path
@@ -76,11 +76,11 @@ def gradients_of_one_process(work, monkeypatch):
     return torch.load(f"{work.out}/1_0.pt", weights_only=True)
 
 
-@pytest.mark.parametrize("component, full", [("ar", False), ("dit", True)], ids=["lora", "full"])
-def test_two_ranks_give_the_gradients_of_one_process(component, full, monkeypatch):
-    out = FOLDER / f"gradients_{full}"
+def test_two_ranks_give_the_gradients_of_one_process(monkeypatch):
+    "Of adapters. All weights: below, and tests/test_ranks.py."
+    out = FOLDER / "gradients"
     out.mkdir(exist_ok=True)
-    work = train_on_ranks.Work(helpers.PROMPTS[:2], str(out), component, full=full, **HERE)
+    work = train_on_ranks.Work(helpers.PROMPTS[:2], str(out), **HERE)
     before_a_process_group()
     assert train_on_ranks.run(work) == 0
     if RANK > 0:
@@ -98,25 +98,24 @@ ALL_WEIGHTS += ["--training.learning_rate", 1e-4]
 
 
 def written(run):
-    "What a run's steps and evaluations gave, and its last weights."
-    history = helpers.read_jsonl(run / "eval_history.jsonl")
+    "What a run's steps and last evaluation gave, and its last weights."
     final = run / "checkpoints/checkpoint_final"
     return {
         "steps": helpers.without_seconds(run),
-        "evaluations": [(line["step"], line["rewards"]) for line in history],
+        "rewards": helpers.rewards_of(helpers.read_json(run / "eval.json")),
         "weights": [(p, p.read_bytes()) for p in sorted(final.rglob("*.safetensors"))],
     }
 
 
 def test_the_program_evaluates_saves_and_resumes(monkeypatch, capsys):
-    """1 of 2 steps, resume, 1 step == 2 steps, of all weights, which the ranks share. There is an
-    evaluation after each step. Adapters on ranks: tests/test_ranks.py; on this device: cases.py."""
+    """1 of 2 steps, resume, 1 step == 2 steps, of all weights, which the ranks share. Adapters on
+    ranks: tests/test_ranks.py; on this device: cases.py."""
     monkeypatch.chdir(helpers.ROOT)
     run = FOLDER / "run"
     words = ["--mode", "i2i", "--data.prompts_file", FOLDER / "prompts.jsonl"]
     words += ["--model.name", MODEL, "--model.component", "both", "--training.batch_size", 2]
     words += ["--rollout.num_inference_steps", 2, "--training.eval_samples", 1]
-    words += ["--training.eval_interval", 1, "--training.eval_prompts", 2, "--num_steps", 2]
+    words += ["--training.eval_prompts", 2, "--num_steps", 2]
     words += ["--training.save_interval", 1, *ALL_WEIGHTS]
     collectives.EXCHANGED.clear()
     before_a_process_group()
@@ -126,7 +125,6 @@ def test_the_program_evaluates_saves_and_resumes(monkeypatch, capsys):
     if RANK == 0:  # it has written the files
         straight = written(run)
         assert [line["step"] for line in straight["steps"]] == [1, 2]
-        assert [step for step, _ in straight["evaluations"]] == [0, 1, 2]
     before_a_process_group()
     assert helpers.resume(run / "checkpoints/checkpoint_step_1") == 0
     if RANK == 0:
