@@ -2,7 +2,6 @@
 scripts for SLURM, with a launcher for each machine and commands that stand in for SLURM's."""
 
 import contextlib
-import json
 import os
 import re
 import shutil
@@ -23,13 +22,15 @@ from helpers import (
     ROOT,
     files,
     main,
+    read_json,
     read_jsonl,
     small,
+    small_model,
     told,
     write_images,
 )
 from programs.train_on_ranks import Work, run
-from ranks import free_port, on_ranks
+from ranks import on_ranks
 from test_ranks import check_same_metrics, weights
 from torch.distributed.run import parse_args
 
@@ -66,7 +67,9 @@ def run_all(commands, **variables):
 
 def test_two_machines_give_the_gradients_of_one_process(tmp_path, at_root):
     "LOCAL_RANK is 0 on both machines, so both download."
-    work = Work(PROMPTS[:2], str(tmp_path), sources=True)  # an edit has no preview
+    work = Work(
+        PROMPTS[:2], str(tmp_path), sources=True, model=small_model()
+    )  # an edit has no preview
     assert run(work) == 0
     one_process = torch.load(tmp_path / "1_0.pt", weights_only=True)
     alone = {"LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
@@ -91,6 +94,19 @@ def install(folder, **programs):
     return os.pathsep.join([str(folder), str(Path(sys.executable).parent), os.environ["PATH"]])
 
 
+TORCHRUN = f"""\
+#!{sys.executable}
+import json, os, sys
+with open(os.environ["ARGUMENTS"], "w") as f:
+    json.dump(sys.argv[1:], f)
+"""
+
+
+def train_on_a_machine(machines, words):
+    os.chdir(machines[int(os.environ["RANK"])])
+    return main(*words)
+
+
 def test_the_slurm_script_for_several_machines_trains(tmp_path, at_root):
     "As one process does; the machine of rank 0 alone writes a run and prints."
     (tmp_path / "prompts.txt").write_text("\n".join(PROMPTS[:2]) + "\n")
@@ -102,34 +118,31 @@ def test_the_slurm_script_for_several_machines_trains(tmp_path, at_root):
     words = ["--model.device", "cpu", "--training.batch_size", 2, "--num_steps", 1]
     words = small(tmp_path, *words, "--output_dir")
     assert main(*words, tmp_path / "run") == 0
-    job = {"SLURM_JOB_ID": free_port(), "SLURM_JOB_NUM_NODES": 2, "SLURM_GPUS_ON_NODE": 1}
+    job = {"SLURM_JOB_ID": 12345, "SLURM_JOB_NUM_NODES": 2, "SLURM_GPUS_ON_NODE": 1}
     job["SLURM_CPUS_PER_TASK"] = 64
     run_all(
         [["bash", str(SCRIPTS / "slurm_several_machines.sh"), *words, "run"]],
-        PATH=install(tmp_path / "bin", srun=SRUN, scontrol=SCONTROL),
+        PATH=install(tmp_path / "bin", srun=SRUN, scontrol=SCONTROL, torchrun=TORCHRUN),
         SLURM_JOB_NODELIST="localhost,other",
         MACHINES=tmp_path,
+        ARGUMENTS="arguments.json",
         **job,
     )
-    written = [files(machine) for machine in machines]
-    first = 0 if written[0] else 1  # the launchers choose
-    assert written[first] and not written[1 - first]
-    printed = [Path(f"{machine}.log").read_text() for machine in machines]
-    assert "on 2 ranks" in printed[first] and "loading" not in printed[1 - first]
-    lines = [
-        read_jsonl(run / "metrics.jsonl") for run in (machines[first] / "run", tmp_path / "run")
-    ]
+    one, two = (parse_args(read_json(machine / "arguments.json")) for machine in machines)
+    assert one == two and (one.nnodes, one.nproc_per_node, one.rdzv_id) == ("2", "1", "12345")
+    assert (one.rdzv_backend, one.rdzv_endpoint) == ("c10d", "localhost:22345")
+    assert one.module and one.training_script == "glm_grpo.train"
+    for machine in machines:
+        (machine / "arguments.json").unlink()
+    alone = {"LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
+    words = machines, one.training_script_args
+    (status, printed), silent = on_ranks(2, tmp_path, train_on_a_machine, *words, **alone)
+    assert status == silent[0] == 0 and "on 2 ranks" in printed and "loading" not in silent[1]
+    assert not files(machines[1])
+    lines = [read_jsonl(folder / "run/metrics.jsonl") for folder in (machines[0], tmp_path)]
     assert len(lines[0]) == 1 and lines[0][0]["grad_norm"] > 0
     check_same_metrics(lines[0][0], lines[1][0])
-    assert weights(machines[first] / "run/checkpoints/checkpoint_final")
-
-
-TORCHRUN = f"""\
-#!{sys.executable}
-import json, os, sys
-with open(os.environ["ARGUMENTS"], "w") as f:
-    json.dump(sys.argv[1:], f)
-"""
+    assert weights(machines[0] / "run/checkpoints/checkpoint_final")
 
 
 def test_the_slurm_script_for_one_machine_starts_a_process_per_gpu(folder, at_root, capsys):
@@ -141,7 +154,7 @@ def test_the_slurm_script_for_one_machine_starts_a_process_per_gpu(folder, at_ro
         PATH=install(folder / "bin", torchrun=TORCHRUN),
         ARGUMENTS=arguments,
     )
-    options = parse_args(json.loads(arguments.read_text()))
+    options = parse_args(read_json(arguments))
     assert (options.standalone, options.nproc_per_node) == (True, "8")
     assert options.module and options.training_script == "glm_grpo.train"
     assert main(*options.training_script_args) == 0
