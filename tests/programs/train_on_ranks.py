@@ -28,6 +28,7 @@ class Work:
     full: bool = False  # all weights, spread over the ranks, instead of LoRA
     matching: bool = False  # the DiT learns from finished images, and no step adds noise
     fails: int | None = None  # the rank whose reward fails
+    steps: int = 2
     sources: bool = False  # each prompt edits an image; this takes fewer tokens
     model: str = "data/tiny-glm-image"
     device: str | None = "cpu"  # None: each rank's own
@@ -50,11 +51,14 @@ class Work:
 
 
 class StopOnLastRank(Callback):
-    "After two steps, one rank alone is asked to stop."
+    "After some steps, one rank alone is asked to stop."
+
+    def __init__(self, steps):
+        self.steps = steps
 
     def on_step_end(self, trainer, metrics, experience):
         last = trainer.ranks.rank == trainer.ranks.world - 1
-        trainer.stop = trainer.step == 2 and last
+        trainer.stop = trainer.step == self.steps and last
 
 
 class Recorder:
@@ -121,7 +125,7 @@ def make_trainer(work, ranks):
         micro_batch_size=work.micro_batch_size,
         mini_batches=work.mini_batches,
         ranks=ranks,
-        callbacks=[StopOnLastRank()],
+        callbacks=[StopOnLastRank(work.steps)],
         mode="i2i" if work.sources else "t2i",
         **noise,
     )
