@@ -4,13 +4,14 @@ lost, nothing half-written stays."""
 import errno
 import json
 import os
+import shutil
 import subprocess
-import sys
 
 import pytest
 import torch
 from helpers import PROMPTS, counting_reward, evaluate_main, files, main, pretend_installed
 from helpers import read_jsonl, resume, same_tensors, small, step_of, steps, told, without_images
+from helpers import write_images
 from PIL import Image
 from ranks import in_a_process
 from safetensors.torch import load_file
@@ -166,47 +167,41 @@ def test_an_image_that_breaks_while_the_run_goes_on(folder, capsys):
     assert steps(run) == [1, 2, 3, 4]
 
 
-TRAINED_PROMPTS = {
-    "10,000 letters": "a cat in the middle on a red ground " * 278,
-    "right to left": "قطة في الوسط على أرضية حمراء",
-    "signs of many scripts": "кошка बिल्ली 猫 고양이 🐈 ȩ́ \u200b\u202e \x07",
-    "a quote that does not close": "a sign with the word \"UP and a 'cat",
-    "quotes in quotes": "“a ”b \"c\" 'd' «e» 「f」",
-}
-TOO_LONG_PROMPTS = {
-    "one word of 10,000 letters": "x" * 10_000,
-    "10,000 Chinese characters": "一只猫坐在红色的地上" * 1000,
-}
+LONG_PROMPT = "a cat in the middle on a red ground " * 278  # 10,000 letters
+SCRIPTS = [
+    "قطة في الوسط على أرضية حمراء",
+    "кошка बिल्ली 猫 고양이 🐈 ȩ́ \u200b\u202e \x07",
+    "a sign with the word \"UP and a 'cat",
+    "“a ”b \"c\" 'd' «e» 「f」",
+]
+TOO_LONG_PROMPTS = ["x" * 10_000, "一只猫坐在红色的地上" * 1000]
 
 
-@pytest.fixture
-def one_step_on(folder, capsys):
-    "Train one step of an edit with a prompt -> exit status."
-    for name in ("source_images", "target_images"):
-        for number in (1, 2):
-            (folder / name / f"{number}.png").unlink()
-
-    def train(prompt):
-        (folder / "prompts.txt").write_text(prompt.strip() + "\n")
-        return main(*small(folder, "--num_steps", 1, "--output_dir", folder / "run"))
-
-    return train
+def one_step_on(folder, prompts):
+    "Train one step of edits with these prompts -> exit status."
+    sources = folder / "source_images"
+    shutil.rmtree(folder / "target_images")
+    shutil.rmtree(sources)
+    write_images(sources, ["olive"] * len(prompts))
+    (folder / "prompts.txt").write_text("".join(f"{prompt.strip()}\n" for prompt in prompts))
+    words = ["--training.batch_size", len(prompts), "--num_steps", 1]
+    return main(*small(folder, *words, "--output_dir", folder / "run"))
 
 
-@pytest.mark.parametrize("name", TRAINED_PROMPTS)
-def test_prompts_of_any_script_train(folder, one_step_on, name):
-    assert one_step_on(TRAINED_PROMPTS[name]) == 0
+@pytest.mark.parametrize("prompts", [[LONG_PROMPT], SCRIPTS], ids=["long", "scripts"])
+def test_prompts_of_any_script_train(folder, prompts):
+    assert one_step_on(folder, prompts) == 0
     line = json.loads((folder / "run/metrics.jsonl").read_text())
     assert line["ratio_std"] < 1e-4 and line["old_new_gap"] < 1e-3
     assert line["tokens_outside"] == 0
 
 
-@pytest.mark.parametrize("name", TOO_LONG_PROMPTS)
-def test_prompts_that_are_too_long_are_refused(folder, capsys, one_step_on, name):
+@pytest.mark.parametrize("prompt", TOO_LONG_PROMPTS, ids=["x", "Chinese"])
+def test_prompts_that_are_too_long_are_refused(folder, capsys, prompt):
     """The tiny model has 4,096 positions and few words, so that long prompts in unknown scripts do
     not fit; the real one has 131,072."""
-    assert one_step_on(TOO_LONG_PROMPTS[name]) == 2
-    check_said(told(capsys), "prompts.txt, line 1: ", "Shorten the prompt")
+    assert one_step_on(folder, [PROMPTS[0], prompt]) == 2
+    check_said(told(capsys), "prompts.txt, line 2: ", "Shorten the prompt")
     assert not (folder / "run").exists()
 
 
@@ -315,24 +310,6 @@ def test_wandb_without_a_key_is_told_before_anything_is_loaded(folder, tmp_path_
     for name, value in {"WANDB_MODE": "offline", "WANDB_API_KEY": "a" * 40}.items():
         if dry:
             assert in_a_process(logs, main, *words, **none | {name: value})[0] == 0, name
-
-
-def test_a_part_that_fails_while_another_computes_is_told(folder):
-    "Status 2 and the message. PyTorch's code in a thread aborted the process at its end (134)."
-    other = "images.mean((1, 2, 3))\n"
-    # the file is loaded once for each function, so each counts its own calls
-    heavy = f"def heavy(images):\n    calls.append(1)\n    while len(calls) > 3:\n        {other}"
-    heavy += f"    return {other}"
-    fails = "if len(calls) > 3:\n        time.sleep(0.5)\n        1 / 0"
-    (folder / "green.py").write_text(counting_reward(fails, "import time") + heavy)
-    both = f"[{folder}/green.py:green,{folder}/green.py:heavy]"
-    words = ["--num_steps", 9, "--training.trackers", "null", "--output_dir", folder / "run"]
-    command = [sys.executable, "-m", "glm_grpo.train", *small(folder, *words)]
-    done = subprocess.run([*command, "--reward.functions", both], capture_output=True, text=True)
-    assert done.returncode == 2, (done.returncode, done.stderr)
-    message = done.stderr.strip().splitlines()[-1]
-    check_said(message, "reward green raised ZeroDivisionError", "1 steps are saved")
-    assert "terminate called" not in done.stderr and steps(folder / "run") == [1]
 
 
 @pytest.mark.parametrize("dry", [[], ["--dry_run"]])

@@ -114,15 +114,13 @@ def test_a_program_ends_while_a_part_still_works():
     assert "has not answered within 0.1 s" in done.stdout
 
 
-COMPUTES = {  # in the thread of a part, for longer than the program lives
-    "many operations": "while True: (images * 2).mean((1, 2, 3))",
-    "one operation": "torch.linalg.svd(torch.rand(4000, 4000))",  # minutes
-}
-ENDS = {"a script": "sys.exit(2)", "our programs": "leave(2)"}
-
-
-@pytest.mark.parametrize("end", ENDS)
-@pytest.mark.parametrize("work", COMPUTES)
+@pytest.mark.parametrize(
+    "work, end",  # in the thread of a part, for longer than the program lives
+    [
+        ("torch.linalg.svd(torch.rand(4000, 4000))", "sys.exit(2)"),  # minutes; a script
+        ("while True: (images * 2).mean((1, 2, 3))", "leave(2)"),  # our programs
+    ],
+)
 def test_a_program_ends_while_a_part_computes(work, end):
     "PyTorch's code in a thread aborts a process whose Python is shut down (status 134)."
     program = f"""if True:
@@ -132,7 +130,7 @@ def test_a_program_ends_while_a_part_computes(work, end):
         from glm_grpo.training.interrupts import leave
 
         def computes(images):
-            {COMPUTES[work]}
+            {work}
 
         def breaks(images):
             time.sleep(0.3)
@@ -144,7 +142,7 @@ def test_a_program_ends_while_a_part_computes(work, end):
             reward.measure(torch.zeros(1, 3, 2, 2), ["one"])
         except RewardError as error:
             print(error)
-        {ENDS[end]}
+        {end}
     """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 2 and done.stderr == "", (done.returncode, done.stderr)
