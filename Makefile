@@ -7,6 +7,7 @@ check:
 	ruff format --check nbs tests tools setup.py
 	ruff check
 	mypy
+	nbdev_export && nbdev_clean
 	python tools/make_readme.py --check
 	pytest -q tests/test_repository.py tests/test_house.py tests/test_reader.py tests/test_editor.py
 	OMP_NUM_THREADS=1 pytest -q -n 2 tests/test_maths.py tests/test_data.py tests/test_config.py \
