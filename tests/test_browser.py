@@ -130,15 +130,11 @@ def write_notebook(path, sources):
     nbformat.write(book, path)
 
 
-def write_settings(folder, dark):
-    "JupyterLab fetches no news, and has the wanted theme."
-    for name, settings in (
-        ("notification", {"fetchNews": "false", "checkForUpdates": False}),
-        ("themes", {"theme": "JupyterLab Dark" if dark else "JupyterLab Light"}),
-    ):
-        file = folder / f"@jupyterlab/apputils-extension/{name}.jupyterlab-settings"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(settings))
+def write_settings(folder):
+    "JupyterLab fetches no news."
+    file = folder / "@jupyterlab/apputils-extension/notification.jupyterlab-settings"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps({"fetchNews": "false", "checkForUpdates": False}))
 
 
 @pytest.fixture
@@ -157,9 +153,9 @@ def lab(tmp_path):
     env["JUPYTERLAB_SETTINGS_DIR"] = str(tmp_path / "settings")
     env["JUPYTERLAB_WORKSPACES_DIR"] = str(tmp_path / "workspaces")
 
-    def address(sources, dark=False):
+    def address(sources):
         write_notebook(folder / "cells.ipynb", sources)
-        write_settings(tmp_path / "settings", dark)
+        write_settings(tmp_path / "settings")
         return f"http://127.0.0.1:{port}/lab/tree/cells.ipynb?token=made-up"
 
     with open(log, "w") as output:
@@ -334,30 +330,23 @@ def bar_value(browser):
     return browser.execute_script("return document.querySelector('progress').value")
 
 
-@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-def test_training_is_shown_live_and_stays_in_the_saved_notebook(
-    browser, shoot, lab, dark, tmp_path
-):
+def test_training_is_shown_live_and_stays_in_the_saved_notebook(browser, shoot, lab, tmp_path):
     "Bar, curve and images while it trains; the same in the saved notebook, opened again."
-    theme = "dark" if dark else "light"
-    address = lab(TRAINING, dark)
+    address = lab(TRAINING)
     open_notebook(browser, address)
     browser.execute_script(WATCH)
     run_cells(browser, TRAINING)
     wait(browser, lambda: css(browser, "progress"), "the live display", 120)
     wait(browser, lambda: bar_value(browser) == 2, "step 2")
-    shoot(f"lab_training_{theme}_live")
+    shoot("lab_training_live")
     wait(browser, lambda: bar_value(browser) == 3, "step 3")
     wait(browser, lambda: len(css(browser, ".jp-OutputArea-executeResult")) == 4, "all results")
     seen = browser.execute_script("return window.seen")
     assert seen == sorted(seen) and seen[-1][1] == 9, seen  # nothing flickers: it only grows
-    is_light = browser.execute_script("return document.body.dataset.jpThemeLight")
-    assert is_light == ("false" if dark else "true")
-
     outputs = css(browser, ".jp-OutputArea-child")
     for i, output in enumerate(outputs):
         browser.execute_script("arguments[0].scrollIntoView({block: 'start'})", output)
-        shoot(f"lab_training_{theme}_{i}")
+        shoot(f"lab_training_{i}")
     shown = [output.get_attribute("innerHTML").count("<img") for output in outputs]
     assert shown == [9, 1, 8, 8, 0]  # a curve, and two prompts with four images each
 
@@ -368,5 +357,5 @@ def test_training_is_shown_live_and_stays_in_the_saved_notebook(
     assert "widget" not in saved.read_text().lower()
     open_notebook(browser, address)
     wait(browser, lambda: css(browser, "progress"), "the display of the saved notebook")
-    shoot(f"lab_training_{theme}_again")
+    shoot("lab_training_again")
     assert bar_value(browser) == 3 and len(css(browser, ".jp-OutputArea-child img")) == 26

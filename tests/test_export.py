@@ -27,9 +27,8 @@ TINY = ROOT / "data/tiny-glm-image"
 PROMPT = "a cat in the middle on a red ground"
 LORA = {"rank": 16, "alpha": 32.0}
 # component, adapter (None: all weights)
-KINDS = {
-    f"{c}-{'lora' if a else 'full'}": (c, a) for c in HALVES | {"both": 0} for a in (LORA, None)
-}
+KINDS = {f"{c}-{'lora' if a else 'full'}": (c, a) for c in HALVES for a in (LORA, None)}
+KINDS["both-lora"] = "both", LORA
 
 
 def export_main(*words):

@@ -113,7 +113,7 @@ def test_progress_is_printed_unless_callbacks_are_given(capsys):
     assert "reward" in printed.out + printed.err
 
 
-@pytest.mark.parametrize("component", ["ar", "dit", "both"])
+@pytest.mark.parametrize("component", ["dit", "both"])
 def test_a_trainer_has_defaults_that_work(component, data):
     "Nothing but the model, the data and the reward; the size is the model's own."
     dataset = T2IDataset(data / "t2i/prompts.txt", data / "t2i/target_images", image_size=128)

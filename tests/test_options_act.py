@@ -32,6 +32,9 @@ BATCH = {"prompts": PROMPTS, "target_images": icon_images(PROMPTS)}
 BOTH = {"ar", "dit"}  # the weights and gradient norms of the two policies
 
 
+RUNS = {}  # needs of a row, and what else counts -> its run with the default
+
+
 class Row(NamedTuple):
     "An option's value, what differs, and what else both runs are given."
 
@@ -253,9 +256,11 @@ def test_an_option_of_training_acts(name, tmp_path, monkeypatch):
     elif "epsilon" not in name:
         monkeypatch.setattr("torch.optim.AdamW", Descent)
     row = TOY[name]
-    before = toy_run(tmp_path / "before", **row.needs)
+    key = torch.optim.AdamW, repr(row.needs)
+    if key not in RUNS:
+        RUNS[key] = toy_run(tmp_path / "before", **row.needs)
     after = toy_run(tmp_path / "after", **row.needs | {name: row.value})
-    assert differences(before, after) == row.differs
+    assert differences(RUNS[key], after) == row.differs
 
 
 def test_a_sample_whose_advantage_is_exactly_zero_is_counted_with_its_group():
@@ -278,7 +283,6 @@ def tiny():
 
 # an edit has no preview, so its tokens are sampled in 4 steps and not in 260
 SOURCES = [[Image.new("RGB", (64, 64), colour)] for colour in ("olive", "navy")]
-REAL_RUNS = {}  # needs of a row -> its run with the default
 
 
 def real_run(monkeypatch, **options):
@@ -323,10 +327,10 @@ def real_run(monkeypatch, **options):
 def test_an_option_of_the_rollout_acts(name, monkeypatch):
     row = REAL[name]
     key = repr(row.needs)
-    if key not in REAL_RUNS:
-        REAL_RUNS[key] = real_run(monkeypatch, **row.needs)
+    if key not in RUNS:
+        RUNS[key] = real_run(monkeypatch, **row.needs)
     with monkeypatch.context() as context:
         context.setattr(torch, "compile", coarse_compile)
         context.setattr(tiny(), "compiled", None)
         after = real_run(monkeypatch, **row.needs | {name: row.value})
-    assert differences(REAL_RUNS[key], after, rounding=1e-3) == row.differs
+    assert differences(RUNS[key], after, rounding=1e-3) == row.differs
