@@ -16,7 +16,7 @@ from PIL import Image
 from glm_grpo.data.basics import atomic_dir, refusal
 from glm_grpo.data.images import load_image, match_images, pil_to_tensor, tensor_to_pil
 from glm_grpo.data.loader import PromptLoader, endless_batches
-from glm_grpo.data.prompts import I2IDataset, T2IDataset, read_rows, split_off
+from glm_grpo.data.prompts import I2IDataset, T2IDataset, read_records, read_rows, split_off
 from glm_grpo.rewards.scenes import Drawings, parse_prompt
 from glm_grpo.model.tokens import check_source_sizes
 
@@ -84,7 +84,25 @@ def test_states_and_batches_that_cannot_be_used_are_refused():
         assert "checkpoint" in refusal(loader(10, 4).load_state_dict, broken)
     for number, batch_size, world in ((0, 1, 1), (1, 0, 1), (10, 4, 3)):
         assert "training.batch_size" in refusal(loader, number, batch_size, world=world)
-    assert "no batches" in refusal(endless_batches, [])
+    assert "no batches" in refusal(next, endless_batches([]))
+
+
+def test_a_record_ends_where_its_line_ends(tmp_path):
+    path = tmp_path / "history.jsonl"
+    records = [{"prompts": "a cat\u2028on\u2029a\x85mat"}, {"prompts": "a dog"}]
+    text = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+    path.write_text(text, encoding="utf-8")
+    assert read_records(path, {"prompts": str}) == records
+
+
+def test_a_loader_without_a_length_trains_from_its_start():
+    class Endless(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            return iter(itertools.count())
+
+    batches = endless_batches(torch.utils.data.DataLoader(Endless(), batch_size=None))
+    assert list(itertools.islice(batches, 3)) == [0, 1, 2]
+    assert "has no length" in refusal(endless_batches, Endless(), 1)
 
 
 # prompt files

@@ -102,14 +102,21 @@ def endless_batches(
     loader: Iterable,  # yields batches; with a `state_dict` it stores its own place
     start: int = 0,  # batches that were used already
 ) -> Iterator:  # batches, without end
-    "Repeat a loader endlessly, from its place. UserError: it is empty."
-    batches = itertools.chain.from_iterable(itertools.repeat(loader))
-    if hasattr(loader, "state_dict"):
+    "Repeat a loader endlessly, from its place. UserError: it is empty, or its place is not known."
+    batches = _repeat(loader)
+    if hasattr(loader, "state_dict") or not start:
         return batches
-    number = batches_per_pass(loader)
-    if number == 0:
-        raise UserError("The train_dataloader has no batches. It needs at least one.")
-    return itertools.islice(batches, start % number, None)
+    return itertools.islice(batches, start % max(1, batches_per_pass(loader)), None)
+
+
+def _repeat(loader):
+    while True:
+        empty = True
+        for batch in loader:
+            empty = False
+            yield batch
+        if empty:
+            raise UserError("The train_dataloader has no batches. It needs at least one.")
 
 
 def batches_per_pass(

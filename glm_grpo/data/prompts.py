@@ -415,7 +415,8 @@ def read_records(
 ) -> list[dict]:
     "The objects of all lines. UserError names the first line that is not such an object."
     records = []
-    for number, line in enumerate(read_text(path).splitlines(), 1):
+    text = read_text(path).removesuffix("\n")  # `splitlines` also splits at U+2028 in a prompt
+    for number, line in enumerate(text.split("\n") if text else (), 1):
         where = f"{path}, line {number}"
         record = _parse_json(line, where)
         is_dict = isinstance(record, dict)
