@@ -17,7 +17,7 @@ from glm_grpo.maths.advantages import compare_rewards, gdpo_advantages
 from glm_grpo.maths.loss import LEVELS, LOSSES, compute_grpo_loss
 from glm_grpo.rewards.calling import RewardError
 from glm_grpo.rewards.weighted import WeightedReward
-from glm_grpo.training.callbacks import Callback, ProgressLines
+from glm_grpo.training.callbacks import Callback, ImageStatistics, ProgressLines
 from glm_grpo.training.interrupts import NotFinite
 from glm_grpo.training.ranks import Ranks
 from glm_grpo.toy import ICONS, ToyPainter, ToyStudio, TokenTable, icon_images, nearness
@@ -311,6 +311,42 @@ def test_micro_batches_of_equal_groups_are_not_scored_again(monkeypatch):
 
     (all_rows, whole), (fewer, chunks) = scored_again(None), scored_again(8)
     assert (all_rows, fewer) == (32, 24) and torch.allclose(whole, chunks, atol=1e-6)
+
+
+def test_the_numbers_of_images_are_those_of_all_ranks():
+    def run(ranks):
+        rows = slice(ranks.rank, None, ranks.world)
+        batch = {"prompts": PROMPTS[rows], "target_images": TARGETS[rows]}
+        (line,) = toy_trainer([batch], ranks=ranks, callbacks=[ImageStatistics()]).train(1)
+        return {name: value for name, value in line.items() if name.startswith("image/")}
+
+    alone = run(Ranks())
+    assert len(alone) == 6
+    for line in on_ranks(2, run):
+        assert line == pytest.approx(alone)
+
+
+@pytest.mark.parametrize("level", [0.0, 1.0])
+def test_a_loss_of_ones_own_also_counts_images_without_an_advantage(level):
+    "It may have a bonus for all of them; here no group, or one, has different rewards."
+
+    def with_bonus(new, old, advantages, **options):
+        loss, metrics = compute_grpo_loss(new, old, advantages, **options)
+        return loss + 0.1 * new.mean(1).sum() / options["num_samples"], metrics
+
+    def some(images, prompts):
+        return images[:, 0].mean((1, 2)) * torch.tensor(
+            [level * (p == PROMPTS[0]) for p in prompts]
+        )
+
+    found = []
+    for size in (None, 8, 3):
+        trainer = toy_trainer(reward=some, micro_batch_size=size, loss=with_bonus)
+        gradients = keep_gradients(trainer)
+        trainer.train(1)
+        found.append(gradients[0][0])
+    assert found[0].abs().amax((1, 2)).min() > 0  # of each prompt
+    assert all(torch.allclose(one, found[0], atol=1e-6) for one in found)
 
 
 # the KL to the reference

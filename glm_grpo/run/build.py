@@ -391,7 +391,7 @@ def make_trainer(
         table = RolloutTable(out / "rollouts", training.save_rollouts, logger.log_table)
         tables = [table]
     if not ranks.first:  # all ranks evaluate, and save weights that are spread over them
-        callbacks = [watch, *own.callbacks, *([saves] if ranks.shards else [])]
+        callbacks = [ImageStatistics(), watch, *own.callbacks, *([saves] if ranks.shards else [])]
     return MinimalGRPOTrainer(
         model,
         make_dataloader(dataset, training.batch_size, training.seed, ranks.rank, ranks.world),

@@ -181,8 +181,12 @@ class ImageStatistics(Callback):
 
     def on_step_end(self, trainer, metrics, experience):
         numbers, diversity = self.numbers.result()
-        metrics |= {f"image/{name}": values.mean().item() for name, values in numbers.items()}
-        metrics["image/diversity"] = diversity.mean().item()
+        numbers = numbers | {"diversity": diversity}
+        means = {f"image/{name}": values.mean().item() for name, values in numbers.items()}
+        every = trainer.ranks.gather((len(experience.rollout.image_tensors), means))
+        images = sum(number for number, _ in every)
+        for name in means:
+            metrics[name] = sum(number / images * of_rank[name] for number, of_rank in every)
 
     def on_train_end(self, trainer):
         self.thread.shutdown()

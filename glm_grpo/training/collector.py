@@ -247,7 +247,8 @@ class Collector:
                 parts[f"{prefix}reward/{part}"] = ranks.own(values)
         total = torch.stack([of_reward.rewards for of_reward in rewards.values()]).sum(0)
         known = total[~total.isnan()]
-        numbers |= {"reward_mean": known.mean().item(), "reward_std": known.std().item()}
+        numbers["reward_mean"] = known.mean().item()
+        numbers["reward_std"] = known.std().item() if len(known) > 1 else 0.0
         return Experience(rollout, samples, counted, ranks.own(total), numbers, parts=parts)
 
     @torch.no_grad()

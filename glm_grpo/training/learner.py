@@ -316,9 +316,10 @@ class Learner:
         learns = bool(batch.samples.counted.any())  # else it is scored for the metrics only
         beta = grpo.beta_of(name) if learns else 0.0
         pulled = beta > 0 or (learns and policy.is_pulled(batch.samples, grpo))
+        idle = not pulled and self.losses[name] is compute_grpo_loss  # one's own may have a bonus
         together = grpo.importance_sampling_level != "token"
         chunks = list(
-            split_chunks(policy, batch.counted(), size, skip_idle=not pulled, together=together)
+            split_chunks(policy, batch.counted(), size, skip_idle=idle, together=together)
         )
         passes = len(chunks)
         if self.ranks.shards:  # each pass gathers the weights from all ranks
