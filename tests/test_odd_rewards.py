@@ -77,6 +77,28 @@ def test_missing_scores_are_counted_and_told_and_leave_their_image_out(folder, c
     assert "reward.grpo.missing_scores drop" in message
 
 
+OTHERS = """\
+calls = []
+
+def others(images, prompts):
+    "Of three images in every second call the last two have a score, else the first."
+    calls.append(prompts)
+    first = len(calls) % 2 == 0 or len(prompts) < 3
+    return [0.5 if first == (i == 0) else None for i in range(len(prompts))]
+"""
+
+
+def test_evaluations_whose_images_have_no_score_in_common_are_no_error(folder, capsys):
+    (folder / "others.py").write_text(OTHERS)
+    words = ["--num_steps", 2, "--training.batch_size", 2, "--training.eval_samples", 1]
+    words += ["--reward.functions", f"{folder}/others.py:others", "--output_dir", folder / "run"]
+    assert main(*small(folder, *words)) == 0
+    before, after = (result["rewards"] for result in read_json(folder / "run/eval.json").values())
+    assert not any(x[0] and y[0] for x, y in zip(before, after, strict=True))
+    assert "no image has a score both before and after" in capsys.readouterr().out
+    assert (folder / "run/page.html").exists()
+
+
 def test_a_file_that_leaves_the_program_is_told_before_anything(folder, capsys):
     (folder / "green.py").write_text(counting_reward("pass", "raise SystemExit('no licence')"))
     there = files(folder)

@@ -6,7 +6,7 @@ import re
 
 import pytest
 import torch
-from helpers import main, read_jsonl, resume, small, told
+from helpers import main, read_jsonl, resume, small, step_of, told
 
 from glm_grpo.data.basics import UserError
 from glm_grpo.data.code import load_code
@@ -161,6 +161,9 @@ def test_a_run_ends_when_the_held_out_reward_is_enough(folder, capsys):
     assert len(read_jsonl(out / "metrics.jsonl")) == 1 and (out / "eval.json").exists()
     assert "training.stop_at -9" in capsys.readouterr().out
     assert (out / "checkpoints/checkpoint_best").exists()
+    assert step_of(out / "checkpoints/checkpoint_final") == 1
+    assert main(*words, "--resume", "auto") == 0  # as a queue does
+    assert len(read_jsonl(out / "metrics.jsonl")) == 1
     assert main(*small(folder, "--training.patience", 2)) == 2
     assert "training.patience, training.stop_at: they need evaluations" in told(capsys)
 

@@ -42,12 +42,12 @@ def paired_difference(
     millionth of the largest score are rounding and count as 0."""
     both = np.array([before, after], dtype=float)
     missing = np.isnan(both).any(axis=0)
+    if missing.all():
+        return math.nan, math.nan, math.nan, 0
     of_prompts = np.ma.array(both, mask=[missing, missing]).mean(axis=2)
     x, y = np.ma.compress_cols(of_prompts)
     rows = np.arange(len(missing)) if requests is None else np.array(requests)
     rows = rows[~missing.all(axis=1)]
-    if not len(x):
-        return math.nan, math.nan, math.nan, 0
     rounding = 1e-6 * np.abs([x, y]).max()  # float32 has steps of 1.2e-7
     y = np.where(np.abs(y - x) < rounding, x, y)
     error = standard_error(y - x, rows)

@@ -433,6 +433,7 @@ class PeriodicEvaluation(Callback):
         self.every = every
         self.patience, self.stop_at = patience, stop_at
         self.enough = ""  # why training ends early
+        self.newest: Evaluation | None = None  # the last one of this process, with its images
         self.trained = list(trained)
         self.ranks = ranks or Ranks()
         self.alarms: list[str] = []  # what the newest evaluation warns of
@@ -442,6 +443,7 @@ class PeriodicEvaluation(Callback):
         """Add an evaluation of the trainer's step to the history, and show it to the callbacks. It
         replaces an older one of the same step; those of other prompts or seeds are dropped."""
         step = trainer.step
+        self.newest = replace(result, step=step)
         of_steps = {step: replace(result, step=step, images=[], sources=None)}
         for old in self.history:
             if (old.prompts, old.seeds) == (result.prompts, result.seeds):
@@ -460,18 +462,25 @@ class PeriodicEvaluation(Callback):
             callback.on_evaluate(trainer, result)
 
     def on_train_begin(self, trainer):
-        "A resumed run keeps the evaluations up to its step, and their warnings."
+        """A resumed run keeps the evaluations up to its step, and their warnings; one that had
+        ended early does not go on."""
         self.history = [old for old in self.history if old.step <= trainer.step]
         self.alarms = reward_hacking_alarm(self.history, self.trained)
+        if trainer.step and self.history and self.history[-1].step == trainer.step:
+            self.end_early(trainer)
 
     def on_step_end(self, trainer, metrics, experience):
         due = self.every and trainer.step % self.every == 0
         if due and trainer.step < trainer.last_step:  # the program evaluates after the last
             self.add(trainer, self.evaluate())
-            self.enough = enough_because(self.history, self.patience, self.stop_at)
-            if self.enough:
-                trainer.stop = True
-                if self.ranks.first:
-                    tqdm.write(f"    enough  {self.enough}")
+            self.end_early(trainer)
         if self.alarms:
             metrics["alarms"] = float(len(self.alarms))
+
+    def end_early(self, trainer: Any) -> None:
+        "Stop training, if the evaluations say that it is enough."
+        self.enough = enough_because(self.history, self.patience, self.stop_at)
+        if self.enough:
+            trainer.stop = True
+            if self.ranks.first:
+                tqdm.write(f"    enough  {self.enough}")

@@ -248,7 +248,14 @@ class Training:
             if run.ranks.shards:  # saved by all: they stop together
                 trainer.save_checkpoint(self.interrupted)
             return False
-        self.after = self.evaluate("after")  # it may be the best one
+        newest = self.watch.newest
+        ended_early = trainer.step < training.max_steps
+        if ended_early and (run.ranks.first or run.ranks.shards):
+            trainer.save_checkpoint(self.out / "checkpoints" / "checkpoint_final")
+        if ended_early and newest and newest.step == trainer.step:
+            self.after = newest
+        else:
+            self.after = self.evaluate("after")  # it may be the best one
         for callback in trainer.callbacks:
             if self.after and isinstance(callback, CheckpointCallback):
                 callback.save_best(trainer)
@@ -264,6 +271,8 @@ class Training:
             # over the images that have a score from the same parts before and after
             reward, *_ = compare_evaluations(self.before, self.after, self.watch.trained)
             change = f"reward {reward.before:.3f} -> {reward.after:.3f} ({reward.difference:+.3f})"
+            if not reward.prompts:
+                change = "no image has a score both before and after"
             self.run.say("result", f"{change}; see {self.out / 'page.html'}")
 
 # %% ../../nbs/6_run/13_train.ipynb #bf002
