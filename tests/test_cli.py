@@ -40,6 +40,7 @@ from glm_grpo.__main__ import PROGRAMS
 from glm_grpo.__main__ import main as list_programs
 from glm_grpo.data.options import list_options
 from glm_grpo.run.command_line import (
+    without_other_images,
     OPTIONS,
     SHORT,
     TrainOptions,
@@ -270,6 +271,17 @@ def test_a_run_and_a_dry_run_warn_of_many_passes(folder, capsys):
         text = capsys.readouterr().out
         assert text.count("WARNING  1,000 passes over 3 prompts: ") == 1
         assert "(--num_steps 300 makes 100 passes)" in text
+
+
+def test_other_prompts_come_without_the_images_of_those_before():
+    images = {"data.target_images_dir": "a/target", "data.eval_target_images_dir": "b/target"}
+    run = {"data.prompts_file": "a.txt", "data.eval_prompts_file": "b.txt"} | images
+    for kind in ("", "eval_"):
+        name = f"data.{kind}prompts_file"
+        before, _ = without_other_images([run, {name: "c.txt"}])
+        assert run.keys() - before.keys() == {f"data.{kind}target_images_dir"}
+    for same in ({"data.prompts_file": "a.txt"}, {}):
+        assert without_other_images([{}, run, same]) == [{}, run, same]
 
 
 def test_run_and_dry_run_tell_of_apostrophes_that_are_drawn_as_quotes(folder, tmp_path, capsys):

@@ -211,6 +211,7 @@ def test_what_goes_together_is_accepted(line):
 def test_packages_that_options_need(line, package, monkeypatch):
     pretend_installed(monkeypatch, package, False)
     assert package in problems(line)
+    check_config(parse_args(shlex.split(line)), trains=False)  # an evaluation uses neither
     pretend_installed(monkeypatch, package, True)
     check_config(parse_args(shlex.split(line)))
 

@@ -2,6 +2,7 @@
 6_run/11_plan, in the README and in the comments of the files."""
 
 import re
+import shlex
 from dataclasses import replace
 
 import pytest
@@ -10,9 +11,11 @@ from helpers import ROOT, read_json
 
 from glm_grpo.model.memory import PUBLISHED, layout_of
 from glm_grpo.run.command_line import parse_args
+from glm_grpo.data.options import option_value
 from glm_grpo.data.prompts import T2IDataset
 from glm_grpo.run import plan
 from glm_grpo.run.config import to_yaml
+from glm_grpo.run.export import training_command
 from glm_grpo.run.plan import GPUS, Step, count_work, estimate_memory, fit, read_machine
 from glm_grpo.training.options import with_options
 from glm_grpo.training.ranks import Ranks
@@ -77,6 +80,15 @@ def test_a_recipe_says_what_evidence_it_has(path):
     assert re.search(rf"`{path.stem}`[^|;]*\b{kind}\b|\b{kind}[^|;]*`{path.stem}`", row) or (
         row.rstrip(" |").endswith(f"| {kind}")
     )
+
+
+def test_the_command_of_an_export_has_all_options_of_a_recipe():
+    config = parse_args(["--config", str(ROOT / "configs/real_ar_80gb.yaml")])
+    words = shlex.split(training_command(config).replace("\\\n", " "))
+    again = parse_args(words[words.index("glm_grpo.train") + 1 :])
+    names = ("model.lora_target_modules", "training.max_steps", "rollout.num_inference_steps")
+    assert config.model.lora_target_modules is None
+    assert all(option_value(again, name) == option_value(config, name) for name in names)
 
 
 @pytest.mark.parametrize("path", REAL, ids=lambda path: path.stem)

@@ -6,8 +6,8 @@
 __all__ = ['SHORT', 'T', 'NOTES', 'PLACE', 'BEGAN_WITH', 'split_name', 'refuse_name', 'type_words', 'read_value', 'build',
            'print_note', 'read_values', 'read_options', 'entry_of', 'metrics_help', 'help_text', 'split_words',
            'read_words', 'TrainOptions', 'code_of', 'words_to_go_on', 'check_trust', 'name_file', 'began_with',
-           'rising_rates', 'changes_of', 'newest_of', 'load_options', 'parse_args', 'run_command', 'ServeOptions',
-           'serve_command', 'serve_main']
+           'rising_rates', 'changes_of', 'newest_of', 'without_other_images', 'load_options', 'parse_args',
+           'run_command', 'ServeOptions', 'serve_command', 'serve_main']
 
 # %% ../../nbs/6_run/02_command_line.ipynb #c89e3e23f
 import difflib
@@ -433,6 +433,23 @@ def newest_of(output_dir: str | None) -> str | None:
     return None
 
 
+def without_other_images(
+    layers: Iterable[dict[str, Any]],  # option -> value; later ones count more
+) -> list[dict[str, Any]]:
+    """The layers; where one names another prompt file than those before it, without the image
+    folders of those, which belong to other prompts."""
+    kept: list[dict[str, Any]] = []
+    for layer in layers:
+        for kind in ("", "eval_"):
+            option = f"data.{kind}prompts_file"
+            files = [before[option] for before in kept if option in before]
+            if files and layer.get(option, files[-1]) != files[-1]:
+                folders = {f"data.{kind}{name}_images_dir" for name in ("target", "source")}
+                kept = [{k: v for k, v in one.items() if k not in folders} for one in kept]
+        kept.append(layer)
+    return kept
+
+
 def load_options(
     typed: dict[str, Any],  # option -> value, of the command line
     run: Path | None = None,  # folder of a run whose options count; --resume names another
@@ -464,7 +481,7 @@ def load_options(
                 "the command line"
             )
     layers = {f"in {run}": of_run, f"in {file}": in_file, "on the command line": typed}
-    config = build(Config, *layers.values())
+    config = build(Config, *without_other_images(layers.values()))
     config.origins = {}  # where each option was set
     for place, values in layers.items():
         config.origins |= {split_name(name, OPTIONS)[0]: place for name in values}

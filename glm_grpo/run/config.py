@@ -442,12 +442,15 @@ def denoising_problems(config: Config) -> Iterator[str]:
         )
 
 # %% ../../nbs/6_run/01_config.ipynb #kn009
-def weight_problems(config: Config) -> Iterator[str]:
+def weight_problems(
+    config: Config,
+    trains: bool = True,  # False: the optimizer is not used
+) -> Iterator[str]:
     "Options of weights, optimizer and reference that do not go together."
     model, training, grpo = config.model, config.training, config.reward.grpo
     elsewhere = config.dry_run and training.machine
     has_8bit = elsewhere or importlib.util.find_spec("bitsandbytes")
-    if training.optimizer != "adamw" and not has_8bit:
+    if trains and training.optimizer != "adamw" and not has_8bit:
         yield (
             "training.optimizer: the package bitsandbytes is not installed. "
             "pip install 'glm_grpo[8bit]', or take adamw."
@@ -649,7 +652,8 @@ def check_config(
         *default_problems(config, trains),
         *loss_problems(config.reward.grpo, config.training.mode),
     ]
-    rules += [*denoising_problems(config), *weight_problems(config), *arithmetic_problems(config)]
+    rules += [*denoising_problems(config), *weight_problems(config, trains)]
+    rules += arithmetic_problems(config)
     if trains:  # evaluations write no curves
         rules += tracker_problems(config.training.tracker_names)
     refuse([*rules, *reward_problems(config.reward, config.training.mode)])

@@ -165,7 +165,7 @@ def training_command(config: Config) -> str:
     words = ["python -m glm_grpo.train"]
     for name in OPTIONS:
         value = option_value(config, name)
-        unsaid = value is None or value == option_value(plain, name)
+        unsaid = value == option_value(plain, name)
         private = "resume", "dry_run", "training.output_dir", "reward.remote"
         if unsaid or name in private:
             continue
