@@ -395,11 +395,12 @@ def denoising_problems(config: Config) -> Iterator[str]:
             "reward.dit_metrics, reward.dit_functions: they are for model.component both. Set "
             "it, or use reward.metrics."
         )
-    if component == "dit" and config.reward.grpo.preview_share is not None:
-        yield (
-            "reward.grpo.preview_share: it weighs tokens, and model.component dit trains none. Set "
-            "it to null."
-        )
+    for name in ("preview_share", "entropy_share") if component == "dit" else ():
+        if getattr(config.reward.grpo, name) is not None:
+            yield (
+                f"reward.grpo.{name} is for tokens, and model.component dit trains none. Set it to "
+                "null."
+            )
     pairs = component != "ar" and issubclass(find_objective(rollout.dit_objective), Pairs)
     own = rollout.pairs_churn, rollout.pairs_clip
     if not pairs and own != (RolloutOptions.pairs_churn, RolloutOptions.pairs_clip):
@@ -461,6 +462,8 @@ def weight_problems(
             "training.patience, training.stop_at: they need evaluations during training. Set "
             "training.eval_interval, and eval_samples above 0."
         )
+    elif training.eval_interval and not training.eval_samples:
+        yield "training.eval_interval: with training.eval_samples 0 nothing is measured. Set it."
     if grpo.advantages and config.reward.normalise == "group":
         yield (
             "reward.grpo.advantages: reward.normalise group compares the parts of the reward by "
@@ -480,6 +483,11 @@ def weight_problems(
             f"reward.grpo.dit_{name}, and {name} to null."
             for name in given
         )
+        if grpo.clip_range != GRPOOptions.clip_range:
+            yield (
+                "reward.grpo.clip_range is for tokens, and model.component dit trains none. Set "
+                "reward.grpo.dit_clip_range."
+            )
     if halves == ["ar"]:
         given = [name for name in names if getattr(grpo, f"dit_{name}") is not None]
         yield from (
