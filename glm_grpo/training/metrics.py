@@ -116,7 +116,7 @@ LEGEND = {  # name in metrics.jsonl -> what it is
     "ratio_std": "standard deviation of the ratio, the mean of those of all updates and ranks",
     "clip_fraction": "share of the decisions whose ratio is clipped, or that dppo drops",
     "kl": "distance from the model before training, per decision; 0 where it has no weight; with "
-    "rollout.dit_pull or dit_objective nft the distance that it weighs, also from older weights",
+    "reward.grpo.dit_pull or rollout.dit_objective nft that of the pull, also to older weights",
     "entropy": "minus the mean log-prob of the sampled decisions, in nats",
     "contrast": "squared distance of the new from the old velocities (DiffusionNFT)",
     "old_new_gap": "largest distance of new and old log-probs before the first update; must be 0 "
