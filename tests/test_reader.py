@@ -62,3 +62,11 @@ def test_the_example_of_the_readme_runs(tmp_path, monkeypatch):
     exec(source, names)
     assert names["trainer"].step == 1 and 0 <= names["trainer"].history[0]["reward_mean"] <= 1
     assert "trainer.json" in os.listdir(tmp_path / "first")
+
+
+def test_the_programs_of_the_readme_name_ones_own_reward():
+    "A run's own code runs only if the command names it."
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"(?s)```sh\n(MINE=.*?)```", readme)
+    programs = re.findall(r"^python -m glm_grpo\.(?:train|probe|evaluate) .*", block, re.M)
+    assert len(programs) == 4 and all(" $MINE " in line for line in programs)
