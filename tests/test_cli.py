@@ -274,14 +274,17 @@ def test_a_run_and_a_dry_run_warn_of_many_passes(folder, capsys):
 
 
 def test_other_prompts_come_without_the_images_of_those_before():
-    images = {"data.target_images_dir": "a/target", "data.eval_target_images_dir": "b/target"}
-    run = {"data.prompts_file": "a.txt", "data.eval_prompts_file": "b.txt"} | images
+    images = {"data.target_images_dir": "a/target_images"}
+    images |= {"data.eval_target_images_dir": "b/target_images"}
+    run = {"data.prompts_file": "a/a.txt", "data.eval_prompts_file": "b/b.txt"} | images
     for kind in ("", "eval_"):
         name = f"data.{kind}prompts_file"
-        before, _ = without_other_images([run, {name: "c.txt"}])
+        before, _ = without_other_images([run, {name: "c/c.txt"}])
         assert run.keys() - before.keys() == {f"data.{kind}target_images_dir"}
-    for same in ({"data.prompts_file": "a.txt"}, {}):
+    for same in ({"data.prompts_file": "./a/../a/a.txt"}, {}):
         assert without_other_images([{}, run, same]) == [{}, run, same]
+    chosen = run | {"data.target_images_dir": "images"}
+    assert without_other_images([chosen, {"data.prompts_file": "c/c.txt"}])[0] == chosen
 
 
 def test_run_and_dry_run_tell_of_apostrophes_that_are_drawn_as_quotes(folder, tmp_path, capsys):

@@ -137,7 +137,12 @@ def test_a_second_wording_is_measured_and_judged_by_the_prompt(folder, capsys):
         f"def green(images, prompts):\n    {seen}\n    return images[:, 1].mean((1, 2))\n"
     )
     words = ["--data.eval_prompts_file", heldout, *EVALUATED]
-    assert main(*small(without_images(folder), "--output_dir", folder / "run", *words)) == 0
+    run = small(without_images(folder), "--output_dir", folder / "run", *words)
+    long = {"prompt": PROMPTS[0], "paraphrase": "fish " * 5000}
+    (folder / "long.jsonl").write_text(json.dumps(long) + "\n")
+    assert main(*run, "--data.eval_prompts_file", folder / "long.jsonl") == 2
+    assert "long.jsonl, line 1: with its image this prompt needs" in capsys.readouterr().err
+    assert main(*run) == 0
     assert "in other words" in capsys.readouterr().out
     assert "paint" not in (folder / "green.py.seen").read_text()
     after = read_json(folder / "run/eval.json")["after"]

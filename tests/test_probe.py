@@ -54,6 +54,11 @@ def test_a_prompt_that_is_repeated_is_probed_once(folder, capsys):
     assert "reward, 2 prompts" in capsys.readouterr().out
 
 
+def test_a_run_is_not_probed_as_if_it_were_untrained(folder, capsys):
+    assert probe(folder, "--resume", "latest", "--output_dir", folder) == 2
+    assert "--resume continues a training" in told(capsys)
+
+
 def test_a_reward_without_differences_cannot_teach(folder, capsys):
     (folder / "green.py").write_text("def green(images):\n    return [0.5] * len(images)\n")
     assert probe(folder) == 0

@@ -1,6 +1,6 @@
 """Judges: a small CLIP with random weights, and what is refused."""
 
-import pickle
+import shutil
 
 import pytest
 import torch
@@ -36,8 +36,15 @@ def test_a_text_does_not_depend_on_its_neighbours(clip, images):
 
 def test_a_head_that_contains_code_is_not_run(clip, tmp_path):
     torch.save({**HEAD, "code": print}, tmp_path / "head.pth")
-    with pytest.raises(pickle.UnpicklingError):
-        AestheticScore(clip, tmp_path / "head.pth", device="cpu")
+    message = refusal(AestheticScore, clip, tmp_path / "head.pth", device="cpu")
+    assert "head.pth: cannot be read as the weights of the head (UnpicklingError)" in message
+
+
+def test_a_damaged_model_is_told_as_such(clip, tmp_path):
+    folder = shutil.copytree(clip, tmp_path / "clip")
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    assert f"{folder}: cannot be loaded" in refusal(ClipScore, folder, device="cpu")
 
 
 def test_the_head_in_the_folder(clip, images):

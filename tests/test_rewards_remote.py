@@ -185,6 +185,7 @@ def test_all_inputs_of_a_reward_arrive_and_no_others(monkeypatch):
         with serve(reward) as server:
             scores = RemoteReward(server.url)(IMAGES[:3], *given)
             assert scores.isnan().tolist() == [reward is nosy, False, False]
+            assert scores.dtype == torch.float32
     few = {"version", "images", "prompts"}
     assert [{*json.loads(body)} for body in sent] == [few | {*remote.INPUTS}, few]
     heard = read_request(sent[0], remote.INPUTS)

@@ -296,12 +296,14 @@ def check_prompt_lengths(
     _check_size(height, width)
     if isinstance(dataset, I2IDataset):
         check_source_sizes(dataset, model.processor.image_processor.size)
-    _check_prompts(dataset.prompts, model.processor, model.ar.config)
-    tokenised = model.processor.tokenizer(dataset.prompts, verbose=False).input_ids
+    texts = [*dataset.prompts, *dataset.paraphrases]
+    _check_prompts(texts, model.processor, model.ar.config)
+    tokenised = model.processor.tokenizer(texts, verbose=False).input_ids
     lengths = [len(ids) for ids in tokenised]
-    longest = lengths.index(max(lengths))
+    at = lengths.index(max(lengths))
+    longest = at % len(dataset.prompts)
     sources = dataset[longest]["source"] if isinstance(dataset, I2IDataset) else []
-    batch = _tokenise(model.processor, [dataset.prompts[longest]], [sources], height, width)
+    batch = _tokenise(model.processor, [texts[at]], [sources], height, width)
     grids = batch["image_grid_thw"][len(sources) :, 1:]  # an edit has no preview
     needed = batch["input_ids"].shape[1] + int(grids.prod(1).sum())
     available = model.ar.config.text_config.max_position_embeddings

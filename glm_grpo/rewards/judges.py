@@ -16,6 +16,7 @@ import huggingface_hub
 import torch
 import torch.nn.functional as F
 import transformers
+from safetensors import SafetensorError
 from torch import Tensor
 
 from ..data.basics import UserError
@@ -40,7 +41,7 @@ def _told(model) -> Iterator[None]:
     try:
         with quiet():
             yield
-    except (ImportError, OSError, ValueError) as e:
+    except (ImportError, OSError, ValueError, SafetensorError) as e:
         why = str(e).strip().splitlines()[0]
         raise UserError(
             f"{model}: cannot be loaded ({why}). Give the complete folder of a model in the layout "
@@ -198,9 +199,15 @@ class AestheticScore(TwoTowers):
                 f"{head}: no such file. Put {self.published_head} of "
                 "github.com/christophschuhmann/improved-aesthetic-predictor there."
             )
-        state = torch.load(head, map_location=self.device, weights_only=True)
-        # layers.0.weight, layers.0.bias, layers.2.weight, ... in the order of the layers
-        tensors = [tensor.float() for tensor in state.values()]
+        try:
+            state = torch.load(head, map_location=self.device, weights_only=True)
+            # layers.0.weight, layers.0.bias, layers.2.weight, ... in the order of the layers
+            tensors = [tensor.float() for tensor in state.values()]
+        except Exception as e:  # whatever a file that holds something else raises
+            raise UserError(
+                f"{head}: cannot be read as the weights of the head ({type(e).__name__}). "
+                "Download it again."
+            ) from e
         self.layers = list(zip(tensors[::2], tensors[1::2]))
 
     def _judge(self, images):

@@ -461,7 +461,8 @@ class RemoteReward:
                 f"The remote reward at {self.url} returned {clean(values)} for {n} images. Fix "
                 "the server: one finite number or null per image, in their order."
             )
-        return torch.tensor([float("nan") if value is None else value for value in values])
+        known = [float("nan") if value is None else value for value in values]
+        return torch.tensor(known, dtype=torch.float32)
 
     @property
     def waiting(self) -> bool:

@@ -29,7 +29,7 @@ from typing import Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin
 
 from jsonargparse import ArgumentError, ArgumentParser
 
-from ..data.basics import UserError, refuse, shown, speaks
+from ..data.basics import UserError, bundled, refuse, shown, speaks
 from ..data.code import code_places
 from ..data.options import at_least, list_options, option
 from ..data.options import option_value, problem_with, read_entries
@@ -414,7 +414,8 @@ def changes_of(
         old = option_value(before, name)
         new = option_value(config, name)
         if old != new and name not in ("resume", "dry_run", PLACE):
-            yield f"{name}: {json.dumps(old)} in the run, {json.dumps(new)} {origins[name]}"
+            origin = origins.get(name, "with other prompts")  # see `without_other_images`
+            yield f"{name}: {json.dumps(old)} in the run, {json.dumps(new)} {origin}"
     if checkpoint:
         yield from rising_rates(before.training, config.training, step_in(checkpoint))
 
@@ -436,16 +437,19 @@ def newest_of(output_dir: str | None) -> str | None:
 def without_other_images(
     layers: Iterable[dict[str, Any]],  # option -> value; later ones count more
 ) -> list[dict[str, Any]]:
-    """The layers; where one names another prompt file than those before it, without the image
-    folders of those, which belong to other prompts."""
+    """The layers; where one names another prompt file than those before it, without the folders of
+    images beside the old file, which belong to its prompts."""
     kept: list[dict[str, Any]] = []
     for layer in layers:
         for kind in ("", "eval_"):
             option = f"data.{kind}prompts_file"
-            files = [before[option] for before in kept if option in before]
-            if files and layer.get(option, files[-1]) != files[-1]:
-                folders = {f"data.{kind}{name}_images_dir" for name in ("target", "source")}
-                kept = [{k: v for k, v in one.items() if k not in folders} for one in kept]
+            old = next((one[option] for one in reversed(kept) if one.get(option)), None)
+            new = layer.get(option)
+            if not (old and new) or bundled(old).resolve() == bundled(new).resolve():
+                continue
+            for folder in ("target_images", "source_images"):
+                beside = f"data.{kind}{folder}_dir", str(Path(old).parent / folder)
+                kept = [{k: v for k, v in one.items() if (k, v) != beside} for one in kept]
         kept.append(layer)
     return kept
 
@@ -481,7 +485,8 @@ def load_options(
                 "the command line"
             )
     layers = {f"in {run}": of_run, f"in {file}": in_file, "on the command line": typed}
-    config = build(Config, *without_other_images(layers.values()))
+    layers = dict(zip(layers, without_other_images(layers.values())))
+    config = build(Config, *layers.values())
     config.origins = {}  # where each option was set
     for place, values in layers.items():
         config.origins |= {split_name(name, OPTIONS)[0]: place for name in values}

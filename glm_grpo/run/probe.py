@@ -244,6 +244,11 @@ def probe_command(argv: list[str]) -> int:
     file = Path(probe.output_dir) / "probe.json"
     check_output_folder(file.parent)
     config = load_options(typed)
+    if config.resume:
+        raise UserError(
+            "--resume continues a training, and the probe measures the model before one. Give the "
+            "options of the run with --config FOLDER/config.yaml."
+        )
     check_config(config, trains=False)
     for line in default_warnings(config, trains=False):
         print_note(line)
