@@ -462,8 +462,11 @@ def weight_problems(
             "training.patience, training.stop_at: they need evaluations during training. Set "
             "training.eval_interval, and eval_samples above 0."
         )
-    elif training.eval_interval and not training.eval_samples:
-        yield "training.eval_interval: with training.eval_samples 0 nothing is measured. Set it."
+    elif trains and training.eval_interval and not training.eval_samples:
+        yield (
+            "training.eval_interval: with training.eval_samples 0 nothing is measured. Set "
+            "training.eval_samples above 0, or eval_interval to 0."
+        )
     if grpo.advantages and config.reward.normalise == "group":
         yield (
             "reward.grpo.advantages: reward.normalise group compares the parts of the reward by "
@@ -483,7 +486,7 @@ def weight_problems(
             f"reward.grpo.dit_{name}, and {name} to null."
             for name in given
         )
-        if grpo.clip_range != GRPOOptions.clip_range:
+        if trains and grpo.clip_range != GRPOOptions.clip_range:
             yield (
                 "reward.grpo.clip_range is for tokens, and model.component dit trains none. Set "
                 "reward.grpo.dit_clip_range."
