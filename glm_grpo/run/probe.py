@@ -238,17 +238,17 @@ class ProbeOptions(TrainOptions):
 def probe_command(argv: list[str]) -> int:
     "The program. UserError for what the user can fix."
     typed = read_words(argv, ProbeOptions)
+    if typed.get("resume"):
+        raise UserError(
+            "--resume continues a training, and the probe measures the model before one. Give the "
+            "options of the run with --config FOLDER/config.yaml."
+        )
     probe = build(ProbeOptions, typed)
     sizes = ("num_prompts", "previews", "grids", "images")
     options = {name: getattr(probe, name) for name in sizes}
     file = Path(probe.output_dir) / "probe.json"
     check_output_folder(file.parent)
     config = load_options(typed)
-    if config.resume:
-        raise UserError(
-            "--resume continues a training, and the probe measures the model before one. Give the "
-            "options of the run with --config FOLDER/config.yaml."
-        )
     check_config(config, trains=False)
     for line in default_warnings(config, trains=False):
         print_note(line)
