@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['LARGEST_SIDE', 'T', 'OF_THE_TINY_MODEL', 'BETTER_FOR_LARGE', 'OPTIONS', 'RENAMED', 'GONE', 'MOVED', 'declared_in',
            'ModelConfig', 'LengthOptions', 'TrainingConfig', 'RewardConfig', 'size_problem', 'DataConfig', 'Config',
-           'part_of', 'trainer_options', 'denoising_problems', 'weight_problems', 'arithmetic_problems',
-           'has_wandb_key', 'tracker_problems', 'reward_problems', 'is_large', 'left_alone', 'default_problems',
-           'default_warnings', 'check_config', 'to_yaml', 'translate']
+           'part_of', 'trainer_options', 'denoising_problems', 'training_problems', 'weight_problems',
+           'arithmetic_problems', 'has_wandb_key', 'tracker_problems', 'reward_problems', 'is_large', 'left_alone',
+           'default_problems', 'default_warnings', 'check_config', 'to_yaml', 'translate']
 
 # %% ../../nbs/6_run/01_config.ipynb #n005
 import dataclasses
@@ -395,12 +395,6 @@ def denoising_problems(config: Config) -> Iterator[str]:
             "reward.dit_metrics, reward.dit_functions: they are for model.component both. Set "
             "it, or use reward.metrics."
         )
-    for name in ("preview_share", "entropy_share") if component == "dit" else ():
-        if getattr(config.reward.grpo, name) is not None:
-            yield (
-                f"reward.grpo.{name} is for tokens, and model.component dit trains none. Set it to "
-                "null."
-            )
     pairs = component != "ar" and issubclass(find_objective(rollout.dit_objective), Pairs)
     own = rollout.pairs_churn, rollout.pairs_clip
     if not pairs and own != (RolloutOptions.pairs_churn, RolloutOptions.pairs_clip):
@@ -443,15 +437,12 @@ def denoising_problems(config: Config) -> Iterator[str]:
         )
 
 # %% ../../nbs/6_run/01_config.ipynb #kn009
-def weight_problems(
-    config: Config,
-    trains: bool = True,  # False: the optimizer is not used
-) -> Iterator[str]:
-    "Options of weights, optimizer and reference that do not go together."
-    model, training, grpo = config.model, config.training, config.reward.grpo
+def training_problems(config: Config) -> Iterator[str]:
+    "Options that an evaluation does not use: a package, limits, and those of a half at rest."
+    training, grpo, component = config.training, config.reward.grpo, config.model.component
     elsewhere = config.dry_run and training.machine
     has_8bit = elsewhere or importlib.util.find_spec("bitsandbytes")
-    if trains and training.optimizer != "adamw" and not has_8bit:
+    if training.optimizer != "adamw" and not has_8bit:
         yield (
             "training.optimizer: the package bitsandbytes is not installed. "
             "pip install 'glm_grpo[8bit]', or take adamw."
@@ -462,11 +453,31 @@ def weight_problems(
             "training.patience, training.stop_at: they need evaluations during training. Set "
             "training.eval_interval, and eval_samples above 0."
         )
-    elif trains and training.eval_interval and not training.eval_samples:
+    elif training.eval_interval and not training.eval_samples:
         yield (
             "training.eval_interval: with training.eval_samples 0 nothing is measured. Set "
             "training.eval_samples above 0, or eval_interval to 0."
         )
+    shared = ("clip_range", "clip_range_high", "delta")
+    given = [k for k, v in vars(grpo).items() if v != getattr(GRPOOptions, k, v)]
+    for name in given if component == "dit" else ():
+        if name in (*shared, "preview_share", "entropy_share"):
+            fix = f"Set reward.grpo.dit_{name}, and leave" if name in shared else "Leave"
+            yield (
+                f"reward.grpo.{name} is for tokens, and model.component dit trains none. {fix} "
+                f"{name} out."
+            )
+    for name in given if component == "ar" else ():
+        if name in ("dit_clip_range_high", "dit_delta", "dit_beta"):
+            yield (
+                f"reward.grpo.{name} is for denoising steps, and model.component ar trains none. "
+                f"Set reward.grpo.{name[4:]}, and leave {name} out."
+            )
+
+
+def weight_problems(config: Config) -> Iterator[str]:
+    "Options of weights, optimizer and reference that do not go together."
+    model, training, grpo = config.model, config.training, config.reward.grpo
     if grpo.advantages and config.reward.normalise == "group":
         yield (
             "reward.grpo.advantages: reward.normalise group compares the parts of the reward by "
@@ -477,26 +488,6 @@ def weight_problems(
         yield (
             "reward.grpo.beta needs model.lora true: the reference policy is the model with the "
             "adapter switched off. Train with LoRA, or set beta (and dit_beta) to 0."
-        )
-    names = ("clip_range_high", "delta", "beta")
-    if halves == ["dit"]:
-        given = [name for name in names[:2] if getattr(grpo, name) is not None]
-        yield from (
-            f"reward.grpo.{name} is for tokens, and model.component dit trains none. Set "
-            f"reward.grpo.dit_{name}, and {name} to null."
-            for name in given
-        )
-        if trains and grpo.clip_range != GRPOOptions.clip_range:
-            yield (
-                "reward.grpo.clip_range is for tokens, and model.component dit trains none. Set "
-                "reward.grpo.dit_clip_range."
-            )
-    if halves == ["ar"]:
-        given = [name for name in names if getattr(grpo, f"dit_{name}") is not None]
-        yield from (
-            f"reward.grpo.dit_{name} is for denoising steps, and model.component ar trains none. "
-            f"Set reward.grpo.{name}, and dit_{name} to null."
-            for name in given
         )
     averages = training.ema_decay, training.slow_copy_decay
     plain = averages == (None, None) and training.optimizer == "adamw"
@@ -663,10 +654,9 @@ def check_config(
         *default_problems(config, trains),
         *loss_problems(config.reward.grpo, config.training.mode),
     ]
-    rules += [*denoising_problems(config), *weight_problems(config, trains)]
-    rules += arithmetic_problems(config)
+    rules += [*denoising_problems(config), *weight_problems(config), *arithmetic_problems(config)]
     if trains:  # evaluations write no curves
-        rules += tracker_problems(config.training.tracker_names)
+        rules += [*training_problems(config), *tracker_problems(config.training.tracker_names)]
     refuse([*rules, *reward_problems(config.reward, config.training.mode)])
 
 # %% ../../nbs/6_run/01_config.ipynb #n049
