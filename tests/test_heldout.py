@@ -116,14 +116,14 @@ def test_evaluations_leave_out_nothing(folder):
     assert evaluate_main(*words, "--output_dir", folder / "again") == 0
 
 
-def test_what_the_noise_of_training_costs_is_told_before_the_first_step(folder, capsys):
+def test_what_the_noise_of_training_costs_is_told_at_the_start(folder, capsys):
     "Where denoising steps are decisions; two images of each prompt show how much they differ."
-    words = ["--model.component", "dit", "--rollout.num_inference_steps", 2, "--num_steps", 1]
+    words = ["--model.component", "dit", "--rollout.num_inference_steps", 2, "--num_steps", 2]
     words += ["--training.eval_samples", 2, "--rollout.noise_level", 0.5]
     assert main(*small(folder, "--output_dir", folder / "run", *words)) == 0
     printed = capsys.readouterr().out
     assert printed.count("noise_level 0.5: reward") == 1
-    assert printed.index("noise_level 0.5") < printed.index("step 1/1")
+    assert printed.index("noise_level 0.5") < printed.index("step 2/2")
     first = read_json(folder / "run/eval.json")["before"]
     assert f"reward {first['reward_mean']:.3f} -> " in printed  # the same images without noise
 

@@ -51,7 +51,7 @@ def few(rewards, group_size):
 
 class Note(Callback):
     def on_evaluate(self, trainer, evaluation):
-        print(f"heard {evaluation.reward_mean:.2f} at {trainer.step}")
+        print(f"heard {evaluation.reward_mean:.2f} at {evaluation.step}")
 
     def on_step_end(self, trainer, metrics, experience):
         metrics["noted"] = 3.0

@@ -8,7 +8,8 @@ import sys
 import time
 
 import pytest
-from helpers import ROOT, counting_reward, main, resume, small, step_of, steps
+from helpers import ROOT, counting_reward, main, read_json, read_jsonl, resume, small
+from helpers import step_of, steps
 
 from glm_grpo.run import train as program
 
@@ -59,23 +60,64 @@ def test_a_signal_before_there_is_anything_to_save(folder, capsys, monkeypatch, 
     assert not run.exists() and before == [signal.getsignal(s) for s in NAMES]
 
 
-def test_a_signal_in_the_evaluation_before(folder, capsys, monkeypatch):
-    "The folder is there, so its checkpoint of step 0 is the way to go on."
+@pytest.mark.parametrize("lora, step", [("true", 1), ("false", 0)])
+def test_a_signal_in_the_evaluation_before(folder, capsys, monkeypatch, lora, step):
+    "It ends at once, and the checkpoint is the way to go on: there the model is measured anew."
     run, signum = folder / "run", signal.SIGTERM
-    words = ["--num_steps", 1, "--training.trackers", "null", "--output_dir", run]
+    words = ["--num_steps", 2, "--training.trackers", "null", "--training.eval_samples", 1]
+    words += ["--model.lora", lora]
     evaluate = program.evaluate_config
     monkeypatch.setattr(program, "evaluate_config", interrupted_by(signum, evaluate))
-    assert main(*small(folder, *words, "--training.eval_samples", 1)) == 128 + signum
+    assert main(*small(folder, *words, "--output_dir", run)) == 128 + signum
     out, err = capsys.readouterr()
     last = out.strip().splitlines()[-1]
     saved = run / "checkpoints/checkpoint_interrupt"
     assert last.split() == [
-        *("stopped after step 0, saved; continue with: python -m glm_grpo.train".split()),
+        *(f"stopped after step {step}, saved; continue with: python -m glm_grpo.train".split()),
         *("--resume", str(saved), "--trust_run_code"),
     ]
-    assert "Traceback" not in err and step_of(saved) == 0
+    assert "Traceback" not in err and step_of(saved) == step
     monkeypatch.setattr(program, "evaluate_config", evaluate)
-    assert resume(saved, "--training.eval_samples", 0) == 0 and steps(run) == [1]
+    assert resume(saved) == 0 and steps(run) == [1, 2]
+    straight = folder / "straight"
+    assert main(*small(folder, *words, "--output_dir", straight)) == 0
+    results = [read_json(out / "eval.json") for out in (run, straight)]
+    for name in ("before", "after"):
+        assert results[0][name]["rewards"] == results[1][name]["rewards"]
+
+
+def test_the_model_before_training_is_measured_after_the_first_step(folder, capsys):
+    "The numbers are those of the weights that training began with, and nothing else changes."
+    words = ["--num_steps", 2, "--training.trackers", "null", "--training.learning_rate", 0.01]
+    words += ["--training.ema_decay", 0.5]  # the average is not what is measured
+    runs = folder / "later", folder / "first"
+    for run, more in zip(runs, ([], ["--training.eval_interval", 1])):
+        given = small(folder, *words, "--training.eval_samples", 1, *more, "--output_dir", run)
+        assert main(*given) == 0
+    said = capsys.readouterr().out.split("  before  measuring")
+    assert ["step 1/2" in part for part in said] == [True, False, True]
+    assert ["step 2/2" in part for part in said] == [False, True, True]
+    before = [read_json(run / "eval.json")["before"]["rewards"] for run in runs]
+    assert before[0] == before[1]
+    lines = [read_jsonl(run / "metrics.jsonl") for run in runs]
+    for one, other in zip(*lines):
+        assert (one["reward_mean"], one["grad_norm"]) == (other["reward_mean"], other["grad_norm"])
+    assert [line["step"] for line in read_jsonl(runs[0] / "eval_history.jsonl")] == [0, 2]
+
+
+@pytest.mark.parametrize("call, step, evaluated", [(3, 1, []), (5, 2, [0])])
+def test_a_signal_in_a_step_comes_before_its_evaluations(folder, call, step, evaluated):
+    """What asks a run to end may kill it soon: it saves, and evaluates nothing first. The reward is
+    called twice as a trial, in step 1, in the evaluation before training, in step 2."""
+    run = folder / "run"
+    signal_once = f"len(calls) == {call} and os.kill(os.getpid(), signal.SIGTERM)"
+    (folder / "green.py").write_text(counting_reward(signal_once, "import os, signal"))
+    words = ["--num_steps", 3, "--training.trackers", "null", "--training.eval_samples", 1]
+    words += ["--training.eval_interval", 2, "--output_dir", run]
+    assert main(*small(folder, *words)) == 143
+    assert step_of(run / "checkpoints/checkpoint_interrupt") == step
+    history = run / "eval_history.jsonl"
+    assert [line["step"] for line in (read_jsonl(history) if history.exists() else [])] == evaluated
 
 
 def test_a_terminal_that_is_closed_saves(folder):

@@ -10,7 +10,7 @@ __all__ = ['LOSS_FORM', 'resolve', 'open_data', 'describe_data', 'describe_apost
 # %% ../../nbs/6_run/07_build.ipynb #n005
 import contextlib
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -358,6 +358,7 @@ def make_trainer(
     ranks: Ranks,  # only the first one writes
     own: OwnCode | None = None,  # None: nothing is the user's own
     held: contextlib.ExitStack | None = None,  # see `TrackerLogger`
+    first: Iterable[Callback] = (),  # called once the step's line is printed
 ) -> MinimalGRPOTrainer:
     "The trainer of a run, with the callbacks that write its folder, in the order of their calls."
     training = config.training
@@ -383,6 +384,7 @@ def make_trainer(
         *own.callbacks,
         JsonlLogger(out / "metrics.jsonl"),
         ProgressLines(training.log_interval),  # before what takes time
+        *first,
         logger,
         saves,
     ]
@@ -391,7 +393,8 @@ def make_trainer(
         table = RolloutTable(out / "rollouts", training.save_rollouts, logger.log_table)
         tables = [table]
     if not ranks.first:  # all ranks evaluate, and save weights that are spread over them
-        callbacks = [ImageStatistics(), watch, *own.callbacks, *([saves] if ranks.shards else [])]
+        callbacks = [ImageStatistics(), watch, *own.callbacks, *first]
+        callbacks += [saves] if ranks.shards else []
     return MinimalGRPOTrainer(
         model,
         make_dataloader(dataset, training.batch_size, training.seed, ranks.rank, ranks.world),

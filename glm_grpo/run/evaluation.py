@@ -439,10 +439,10 @@ class PeriodicEvaluation(Callback):
         self.alarms: list[str] = []  # what the newest evaluation warns of
         self.history = read_history(self.path) if self.path.is_file() else []
 
-    def add(self, trainer: Any, result: Evaluation) -> None:
-        """Add an evaluation of the trainer's step to the history, and show it to the callbacks. It
-        replaces an older one of the same step; those of other prompts or seeds are dropped."""
-        step = trainer.step
+    def add(self, trainer: Any, result: Evaluation, step: int) -> None:
+        """Add an evaluation of the model after this step to the history, and show it to the
+        callbacks. It replaces an older one of the same step; those of other prompts or seeds are
+        dropped."""
         self.newest = replace(result, step=step)
         of_steps = {step: replace(result, step=step, images=[], sources=None)}
         for old in self.history:
@@ -459,7 +459,7 @@ class PeriodicEvaluation(Callback):
             for alarm in self.alarms:
                 tqdm.write(f"   WARNING  {alarm}")
         for callback in trainer.callbacks:
-            callback.on_evaluate(trainer, result)
+            callback.on_evaluate(trainer, self.newest)
 
     def on_train_begin(self, trainer):
         """A resumed run keeps the evaluations up to its step, and their warnings; one that had
@@ -471,8 +471,9 @@ class PeriodicEvaluation(Callback):
 
     def on_step_end(self, trainer, metrics, experience):
         due = self.every and trainer.step % self.every == 0
-        if due and trainer.step < trainer.last_step:  # the program evaluates after the last
-            self.add(trainer, self.evaluate())
+        last = trainer.step == trainer.last_step  # the program evaluates after it
+        if due and not last and not any(self.ranks.gather(trainer.stop)):
+            self.add(trainer, self.evaluate(), trainer.step)
             self.end_early(trainer)
         if self.alarms:
             metrics["alarms"] = float(len(self.alarms))

@@ -57,10 +57,11 @@ class Callback:
 
     def on_evaluate(
         self,
-        trainer: Any,  # a `MinimalGRPOTrainer`; at `trainer.step`
-        evaluation: Any,  # an `Evaluation`: reward_mean, metrics... of the held-out prompts
+        trainer: Any,  # a `MinimalGRPOTrainer`
+        evaluation: Any,  # an `Evaluation` of held-out prompts: step, reward_mean, metrics...
     ) -> None:
-        "After each evaluation of a run, on all ranks: before, during and after training."
+        """After each evaluation of a run, on all ranks: before, during and after training. That of
+        before training (step 0) may come after the first step."""
 
     def on_train_end(self, trainer: Any) -> None:
         "At the end, also after an exception."
@@ -115,6 +116,10 @@ class ProgressLines(Callback):
     def on_train_begin(self, trainer):
         self.begun = time.perf_counter()
         self.first = trainer.step + 1
+
+    def on_evaluate(self, trainer, evaluation):
+        if trainer.step and not evaluation.step:  # its time is no step's
+            self.begun += evaluation.seconds
 
     def on_step_end(self, trainer, metrics, experience):
         if is_due(trainer.step, self.every) or trainer.step in (self.first, trainer.last_step):
@@ -453,9 +458,9 @@ class TrackerLogger(Callback):
         if evaluation.diversity is not None:
             numbers["diversity"] = evaluation.diversity
         if self.trackers:
-            self.log("eval", numbers, trainer.step)
+            self.log("eval", numbers, evaluation.step)
         else:
-            self.early.append(("eval", numbers, trainer.step))
+            self.early.append(("eval", numbers, evaluation.step))
 
     def log_table(self, rows: list[dict], folder: Path, step: int) -> None:
         "The rows of `RolloutTable` as a table of W&B, with the images that are in this folder."

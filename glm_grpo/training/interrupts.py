@@ -26,6 +26,9 @@ from typing import Any, NoReturn
 from ..data.basics import UserError, speaks
 
 
+entered: list[Any] = []  # the `Interrupts` whose block is running
+
+
 class Stopped(KeyboardInterrupt):
     "Raised when a signal ends the program; `signum` is the signal."
 
@@ -51,8 +54,9 @@ def ending_signals() -> list[int]:
 @contextlib.contextmanager
 def uncut() -> Iterator[None]:
     """Delay the first Ctrl+C until the end of the block. A second one raises `Stopped` at once.
-    Outside the main thread the block does nothing."""
-    if threading.current_thread() is not threading.main_thread():
+    The block does nothing outside the main thread, or where `Interrupts` stops a trainer."""
+    stops_a_trainer = entered and entered[-1].trainer is not None
+    if stops_a_trainer or threading.current_thread() is not threading.main_thread():
         yield
         return
     before = signal.getsignal(signal.SIGINT)
@@ -72,9 +76,6 @@ def uncut() -> Iterator[None]:
         before(signal.SIGINT, noted[0])
 
 # %% ../../nbs/5_training/02_interrupts.ipynb #n015
-entered: list[Any] = []  # the `Interrupts` whose block is running
-
-
 def mask(how: int) -> None:
     "Let the ending signals wait, or let them come, while a reward forks this process."
     if entered:
@@ -135,6 +136,14 @@ class Interrupts:
             )
         elif signum in (signal.SIGINT, signal.SIGTERM):
             raise Stopped(self.signal)
+
+    @contextlib.contextmanager
+    def at_once(self) -> Iterator[None]:
+        """In this block the first signal raises `Stopped` during training, too: no step is half
+        done. After an error the run counts as one that does not train."""
+        trainer, self.trainer = self.trainer, None
+        yield
+        self.trainer = trainer
 
     @property
     def status(self) -> int:
