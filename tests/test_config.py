@@ -154,6 +154,7 @@ SLIPS = {  # words -> a part of the message
     "--reward.models.scene x": "reward.models.scene: no such metric",
     "--reward.grpo.delta 1.1": "reward.grpo.delta",
     "--reward.grpo.dit_delta 1.0001": "reward.grpo.dit_delta",
+    "--reward.grpo.loss_type sapo --reward.grpo.delta 3": "loss_type sapo has no such bound",
     "--reward.grpo.loss_type cispo --reward.grpo.dit_clip_range_high 1": "dit_clip_range_high",
     "--reward.grpo.preview_share 0.5 --model.component dit": "trains none",
     "--reward.grpo.entropy_share 0.5 --model.component dit": "entropy_share is for tokens",

@@ -54,6 +54,12 @@ def captions(shown):
     return re.findall("<figcaption>([^<]*)<", shown)
 
 
+def test_without_a_notebook_it_prints_lines(capsys):
+    trainer = make_trainer(callbacks=[Dashboard()])
+    trainer.train(2)
+    assert "step 2/2" in capsys.readouterr().out
+
+
 def test_in_a_notebook_a_training_updates_one_area_each_step(kernel, capsys):
     trainer = make_trainer()
     history = trainer.train(5)

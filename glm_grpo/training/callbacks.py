@@ -531,7 +531,8 @@ def trainer_html(
 
 # %% ../../nbs/5_training/12_callbacks.ipynb #c4bfff2
 class Dashboard(ProgressLines):
-    "One area in a notebook: progress and time left, the trainer, the newest images."
+    """One area in a notebook: progress and time left, the trainer, the newest images. Elsewhere the
+    lines of progress."""
 
     trainer, text = None, "not started"
 
@@ -540,14 +541,17 @@ class Dashboard(ProgressLines):
 
         super().on_train_begin(trainer)
         self.trainer, self.text = trainer, f"step {trainer.step}/{trainer.last_step}"
-        self.area = show_area(self, display_id=True)
+        self.area = show_area(self, display_id=True)  # None: there is no notebook
 
     def show(self, trainer):
+        if self.area is None:
+            super().show(trainer)
+            return
         self.text = f"step {trainer.step}/{trainer.last_step}, {self.pace(trainer)}"
         self.area.update(self)
 
     def on_train_end(self, trainer):
-        if trainer.step < trainer.last_step:
+        if trainer.step < trainer.last_step and self.area is not None:
             self.text = f"training stopped after step {trainer.step} of {trainer.last_step}"
             self.area.update(self)
 

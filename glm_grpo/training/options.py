@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['T', 'PUBLISHED_DEFAULTS', 'own_option', 'OptimizerOptions', 'StepOptions', 'GroupOptions', 'ClipOptions', 'KLOptions',
-           'GRPOOptions', 'with_options', 'RecordOptions', 'TrainerOptions', 'loss_problems',
+           'GRPOOptions', 'with_options', 'RecordOptions', 'TrainerOptions', 'clip_problems', 'loss_problems',
            'complete_trainer_options']
 
 # %% ../../nbs/5_training/01_options.ipynb #n006
@@ -444,6 +444,47 @@ class TrainerOptions:
         return with_options(self, {names[name]: value for name, value in changes.items()})
 
 
+def clip_problems(
+    grpo: GRPOOptions,
+    prefix: str,  # of the options of tokens: nothing; of denoising: "dit_"
+) -> Iterator[str]:
+    "Bounds of the ratio that have no meaning together, or with the loss."
+    policy = prefix.rstrip("_")
+    clip = grpo.clip_of(policy)
+    low = grpo.clip_range_of(policy)
+    high = clip["clip_range_high"] or low
+    delta = clip["delta"]
+    if grpo.loss_type == "cispo" and high <= 1:
+        yield (
+            f"reward.grpo.{prefix}clip_range_high: with loss_type cispo it is the largest "
+            "ratio, so it must be above 1. Give 5, or null for 1 + the clip range."
+        )
+    if grpo.loss_type in ("dppo", "spo"):
+        if clip["clip_range_high"] is not None or delta is not None:
+            yield (
+                f"reward.grpo.{prefix}clip_range_high, {prefix}delta: loss_type "
+                f"{grpo.loss_type} has no such bound. Set them to null."
+            )
+        if grpo.loss_type == "dppo" and low != getattr(ClipOptions, f"{prefix}clip_range"):
+            yield (
+                f"reward.grpo.{prefix}clip_range: loss_type dppo does not clip. Leave it out, "
+                "and set reward.grpo.divergence."
+            )
+        return
+    if delta is None:
+        return
+    if grpo.loss_type in ("cispo", "sapo", "reinforce"):
+        yield (
+            f"reward.grpo.{prefix}delta: loss_type {grpo.loss_type} has no such bound. Set it "
+            "to null."
+        )
+    elif delta <= 1 + high:
+        yield (
+            f"reward.grpo.{prefix}delta: it must be more than 1 + {prefix}clip_range_high. "
+            "Give a larger one (2 to 4), or null for none."
+        )
+
+
 def loss_problems(grpo: GRPOOptions, mode: str) -> Iterator[str]:
     "Options of the loss that have no meaning together."
     if grpo.preview_share is not None and mode == "i2i":
@@ -458,35 +499,8 @@ def loss_problems(grpo: GRPOOptions, mode: str) -> Iterator[str]:
             "reward.grpo.loss_type dppo: it compares single decisions with the policy that "
             "sampled. Set importance_sampling_level token."
         )
-    for prefix in ("", "dit_"):  # of the options of tokens, and of denoising
-        policy = prefix.rstrip("_")
-        clip = grpo.clip_of(policy)
-        low = grpo.clip_range_of(policy)
-        high = clip["clip_range_high"] or low
-        delta = clip["delta"]
-        if grpo.loss_type == "cispo" and high <= 1:
-            yield (
-                f"reward.grpo.{prefix}clip_range_high: with loss_type cispo it is the largest "
-                "ratio, so it must be above 1. Give 5, or null for 1 + the clip range."
-            )
-        if grpo.loss_type in ("dppo", "spo"):
-            if clip["clip_range_high"] is not None or delta is not None:
-                yield (
-                    f"reward.grpo.{prefix}clip_range_high, {prefix}delta: loss_type "
-                    f"{grpo.loss_type} has no such bound. Set them to null."
-                )
-            if grpo.loss_type == "dppo" and low != getattr(ClipOptions, f"{prefix}clip_range"):
-                yield (
-                    f"reward.grpo.{prefix}clip_range: loss_type dppo does not clip. Leave it out, "
-                    "and set reward.grpo.divergence."
-                )
-            continue
-        unclipped = grpo.loss_type not in ("cispo", "sapo")
-        if unclipped and delta is not None and delta <= 1 + high:
-            yield (
-                f"reward.grpo.{prefix}delta: it must be more than 1 + {prefix}clip_range_high. "
-                "Give a larger one (2 to 4), or null for none."
-            )
+    for prefix in ("", "dit_"):
+        yield from clip_problems(grpo, prefix)
     of_tokens = grpo.entropy_share or grpo.preview_share is not None
     if of_tokens and grpo.importance_sampling_level == "sequence":
         yield (
