@@ -110,13 +110,20 @@ def endless_batches(
 
 
 def _repeat(loader):
+    passes = 0
     while True:
         empty = True
         for batch in loader:
             empty = False
             yield batch
+        if empty and passes:
+            raise UserError(
+                "The train_dataloader gives its batches once, and training needs more. Give a "
+                "list or a DataLoader."
+            )
         if empty:
             raise UserError("The train_dataloader has no batches. It needs at least one.")
+        passes += 1
 
 
 def batches_per_pass(

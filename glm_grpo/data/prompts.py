@@ -16,7 +16,7 @@ import itertools
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from pathlib import Path
 from types import NoneType
 from typing import Any
@@ -624,7 +624,11 @@ def source_lists(
         return None
     if isinstance(sources, Tensor):
         sources = tensor_to_pil(sources)
-    return [[row] if isinstance(row, Image.Image) else row for row in sources]
+    lists = [[row] if isinstance(row, Image.Image) else row for row in sources]
+    for row in lists:
+        if not isinstance(row, list | tuple) or not all(isinstance(x, Image.Image) for x in row):
+            raise UserError("source images: give PIL images, or a list of them for each prompt.")
+    return lists
 
 
 def as_batch(
@@ -633,7 +637,7 @@ def as_batch(
     # prompts list[str], target_images [B, 3, H, W] float32 or None, source_images B lists of PIL
     # images or None, metadata list[dict] or None, and what else it has
     """A batch in the form that the trainer needs. UserError: it is not a dict, it has no prompts,
-    or the numbers of prompts and images differ."""
+    or the numbers of prompts, images and metadata differ."""
     items = batch.items() if isinstance(batch, dict) else ()
     named = {BATCH_NAMES.get(name, name): value for name, value in items}
     prompts = named.get("prompts") or []
@@ -653,11 +657,13 @@ def as_batch(
             is_pil = isinstance(targets[0], Image.Image)
             targets = pil_to_tensor(targets) if is_pil else torch.stack(list(targets))
     if isinstance(metadata, dict):  # a DataLoader joined the dicts of B prompts
-        rows = range(len(prompts))
+        columns = metadata.values()
+        fits = all(isinstance(one, Sized) and len(one) == len(prompts) for one in columns)
+        rows = range(len(prompts)) if fits else ()
         metadata = [{name: values[i] for name, values in metadata.items()} for i in rows]
     named |= {"prompts": prompts, "target_images": targets, "metadata": metadata}
     named["source_images"] = source_lists(named.get("source_images"))
-    for name in ("target_images", "source_images"):
+    for name in ("target_images", "source_images", "metadata"):
         if named[name] is not None and len(named[name]) != len(prompts):
             raise UserError(f"a batch must have as many {name} as prompts, {len(prompts)} here.")
     return named

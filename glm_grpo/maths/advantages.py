@@ -126,9 +126,13 @@ def gdpo_advantages(
     """Advantages of each part by itself, their weighted sum, over its std in the batch.
     GDPO, arXiv 2601.05242. A part gives 0 to a sample for which its reward is NaN."""
     total = torch.zeros(len(next(iter(parts.values()))))
+    largest = total.clone()
     for name, rewards in parts.items():
-        total += weights[name] * _part_advantages(rewards, group_size, eps, relative)
+        advantages = weights[name] * _part_advantages(rewards, group_size, eps, relative)
+        total += advantages
+        largest += advantages.abs()
+    total[total.abs() <= 1e-5 * largest] = 0  # parts that cancel: what is left is rounding
     if not total.any():
         return total
     std = (total if scored is None else total[scored]).std()
-    return total / (std + (relative or eps))  # the mean over the batch is 0 already
+    return total / (std + (relative or eps))  # each group's mean is 0

@@ -203,9 +203,14 @@ def choose_lora(
         fields = vars(lora)
     elif isinstance(lora, dict):
         fields = {name: value for name, value in lora.items() if value is not None}
+    elif not isinstance(lora, bool | str | Path):
+        raise UserError(f"lora {lora!r}: take true, a dict, LoraOptions or a folder of adapters.")
     elif lora is not True:
         for half, where in half_folders(lora, halves).items():
             fields |= read_adapter(where, half)[0]
+    known = vars(LoraOptions())
+    if unknown := fields.keys() - known:
+        raise UserError(f"lora: no option {min(unknown)}. Take {', '.join(known)}.")
     options = LoraOptions(**fields)
     check_options(options, "lora.")
     return options

@@ -357,7 +357,7 @@ def score_denoising_decisions(
     batch_size: int | None = None,  # rows at a time; None: all
 ) -> tuple[Tensor, Tensor, Tensor]:  # log-probs [N, D]; means, velocities [N, D, C, h, w]
     "Score the denoising decisions under the current DiT. UserError: there are none."
-    if not rollout.denoising.decisions:
+    if not isinstance(rollout, Rollout) or not rollout.denoising.decisions:
         raise UserError(
             "this rollout has no denoising decisions: load the model with component dit or "
             "both, and set noise_level above 0."

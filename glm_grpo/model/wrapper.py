@@ -30,7 +30,7 @@ from .policies import ARPolicy, DiTPolicy
 from .sampler import RolloutSampler, complete_options
 from .sampler import image_defaults, image_inputs
 from .sampler import score_denoising_decisions, score_token_decisions
-from .tokens import masked_attention
+from .tokens import check_size, masked_attention
 
 # %% ../../nbs/3_model/14_wrapper.ipynb #w0c1d2e3
 COMPONENTS = {"ar": ["ar"], "dit": ["dit"], "both": ["ar", "dit"]}
@@ -149,6 +149,8 @@ class GLMImageWrapper:
     ) -> Rollout:
         "Sample tokens, make images of those tokens, score both. UserError: sizes do not fit."
         prompts = [prompts] if isinstance(prompts, str) else list(prompts)
+        if not prompts:
+            raise UserError("no prompts: give at least one.")
         if images is not None:
             images = source_lists(images) or []
             numbers = {len(row) for row in images}
@@ -160,14 +162,17 @@ class GLMImageWrapper:
             images_per_sample = {"ar": 1, "dit": len(prompts), "both": 2}[self.component]
             requests = request_names(prompts, images)
             seed = self.seed if seed is None else seed
+            if isinstance(seed, list) and len(seed) != len(prompts):
+                raise UserError(f"{len(seed)} seeds for {len(prompts)} prompts.")
             names = SampleNames.of_rows(seed, 0, requests, images_per_sample)
             places = [requests.index(request) for request in names.requests]
             prompts = [prompts[place] for place in places]
             images = images and [images[place] for place in places]
         if len(prompts) != len(names.requests):
             raise UserError(f"{len(prompts)} prompts, and names of {len(names.requests)}.")
-        height = height or int(self.image_defaults["height"])
-        width = width or int(self.image_defaults["width"])
+        height = int(self.image_defaults["height"]) if height is None else height
+        width = int(self.image_defaults["width"]) if width is None else width
+        check_size(height, width)
         options = complete_options(options, changes, self)
         how = score_batch_size, decode, score, on_images
         return RolloutSampler(self, prompts, images, height, width, names, options, *how).sample()

@@ -71,7 +71,9 @@ def wanted_arguments(
     reward: Callable,
 ) -> list[str]:  # out of ARGUMENTS, in that order
     "The inputs that a reward's signature asks for. UserError: an input that does not exist."
-    signature = inspect.signature(reward)
+    # the __call__ of a module takes anything
+    called = reward.forward if isinstance(reward, torch.nn.Module) else reward
+    signature = inspect.signature(called)
     takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
     named = signature.parameters
     wanted = [key for key in ARGUMENTS if key in named or (takes_any and key != "pil_images")]

@@ -425,7 +425,7 @@ def denoising_problems(config: Config) -> Iterator[str]:
             )
         return
     objective = find_objective(rollout.dit_objective)
-    yield from objective.problems(trainer_options(config))
+    yield from dict.fromkeys(objective.problems(trainer_options(config)))
     if not objective.adds_noise:
         return
     too_much = rollout.sde_type == "cps" and rollout.noise_level > 1

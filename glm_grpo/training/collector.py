@@ -107,8 +107,10 @@ class Collector:
         start = time.perf_counter()
         peak = PeakMemory(self.device)
         batch, names = self.open_batch(batch, step)
-        different = dict.fromkeys(self.rewards.values())
-        pending = [PendingRewards.of_batch(r, batch, self.images_per_prompt) for r in different]
+        # by identity: a reward may be an object that cannot be hashed
+        different = {id(reward): reward for reward in self.rewards.values()}
+        group = self.images_per_prompt
+        pending = [PendingRewards.of_batch(r, batch, group) for r in different.values()]
         options = self.options.step
         one_update = options.updates_per_rollout == options.mini_batches == 1
         # one update computes them itself, once scoring is known to agree with sampling
@@ -124,14 +126,14 @@ class Collector:
             sampled = time.perf_counter()
             rewards = [one.finish(rollout.image_tensors) for one in pending]
             if self.options.grpo.missing_scores == "stop":
-                for reward, values in zip(different, rewards):
+                for reward, values in zip(different.values(), rewards):
                     require_scores(reward, values.rewards.isnan(), rollout.prompts)
             return rewards, time.perf_counter() - sampled
 
         of_ranks = self.ranks.agree(sample_and_reward)
         rewards = {}
-        for i, reward in enumerate(different):
-            rewards[reward] = join_rewards([of_rank[i] for of_rank, _ in of_ranks])
+        for i, key in enumerate(different):
+            rewards[key] = join_rewards([of_rank[i] for of_rank, _ in of_ranks])
         experience = self.compare(self.last_rollout, rewards)
         if (share := self.options.grpo.entropy_share) is not None:
             self.keep_uncertain(experience, share)
@@ -217,7 +219,7 @@ class Collector:
     def compare(
         self,
         rollout: Rollout,
-        rewards: dict[Callable, Rewards],  # of all ranks
+        rewards: dict[int, Rewards],  # id of a reward -> those of all ranks
     ) -> Experience:
         "An `Experience`: each policy's samples with their advantages."
         samples, counted, numbers, parts = {}, {}, {}, {}
@@ -226,12 +228,12 @@ class Collector:
         relative = self.options.grpo.advantage_epsilon
         for name, reward in self.rewards.items():
             prefix = f"{name}/" if len(rewards) > 1 else ""
-            numbers[f"{prefix}missing_scores"] = self.count_missing(reward, rewards[reward])
+            numbers[f"{prefix}missing_scores"] = self.count_missing(reward, rewards[id(reward)])
         for name, policy in policies.items():
             own = policy.samples(rollout, self.images_per_prompt)
             reward = self.rewards[name]
             images = len(rollout) // len(own)
-            of_reward = rewards[reward]
+            of_reward = rewards[id(reward)]
             how = reward, own.group_size, images, self.options, self.own_advantages
             of_samples, advantages, counted[name] = compare_samples(of_reward, *how)
             own = own.with_advantages(ranks.own(advantages), ranks.own(counted[name]))

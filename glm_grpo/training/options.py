@@ -545,5 +545,6 @@ def complete_trainer_options(
         )
     completed = options.with_changes().check()
     policies = getattr(model, "policies", {}).values()
-    refuse([problem for policy in policies for problem in policy.problems(completed)])
+    found = [problem for policy in policies for problem in policy.problems(completed)]
+    refuse([*dict.fromkeys(found)])
     return completed
