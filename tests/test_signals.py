@@ -8,7 +8,9 @@ import sys
 import time
 
 import pytest
-from helpers import ROOT, counting_reward, main, read_json, read_jsonl, resume, small
+import torch
+from diffusers.training_utils import EMAModel
+from helpers import ROOT, counting_reward, load_weights, main, read_json, read_jsonl, resume, small
 from helpers import step_of, steps
 
 from glm_grpo.run import train as program
@@ -118,6 +120,46 @@ def test_a_signal_in_a_step_comes_before_its_evaluations(folder, call, step, eva
     assert step_of(run / "checkpoints/checkpoint_interrupt") == step
     history = run / "eval_history.jsonl"
     assert [line["step"] for line in (read_jsonl(history) if history.exists() else [])] == evaluated
+
+
+def test_a_signal_in_the_only_step_or_after_it(folder, capsys):
+    "The last line says how to evaluate what is saved, and no evaluation comes first."
+    for call in (3, 4):  # in the step; in the evaluation before training
+        run = folder / f"run {call}"
+        signal_once = f"len(calls) == {call} and os.kill(os.getpid(), signal.SIGTERM)"
+        (folder / "green.py").write_text(counting_reward(signal_once, "import os, signal"))
+        words = ["--num_steps", 1, "--training.trackers", "null", "--training.eval_samples", 1]
+        words += ["--training.sample_interval", 1, "--output_dir", run]
+        assert main(*small(folder, *words)) == 143
+        last = capsys.readouterr().out.strip().splitlines()[-1]
+        assert "glm_grpo.evaluate --checkpoint" in last and "checkpoint_final" in last
+        assert (run / "samples/step_000001.png").is_file()
+        assert not (run / "eval_history.jsonl").exists()
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_signal_while_the_trained_weights_come_back(folder, monkeypatch, signum):
+    "What is saved are the weights of one moment."
+    evaluate, restore = program.evaluate_config, EMAModel.restore
+    monkeypatch.setattr(program, "evaluate_config", interrupted_by(signal.SIGTERM, evaluate))
+    trained = {}
+
+    def half(self, parameters):
+        first, second = parameters[::2], parameters[1::2]
+        stored = self.temp_stored_params
+        trained["weights"] = [tensor.clone() for tensor in stored]
+        self.temp_stored_params = stored[::2]
+        restore(self, first)
+        signal.raise_signal(signum)
+        self.temp_stored_params = stored[1::2]
+        restore(self, second)
+
+    monkeypatch.setattr(EMAModel, "restore", half)
+    words = ["--num_steps", 2, "--training.trackers", "null", "--training.eval_samples", 1]
+    assert main(*small(folder, *words, "--output_dir", folder / "run")) in (130, 143)
+    (saved,) = load_weights(folder / "run/checkpoints/checkpoint_interrupt").values()
+    assert len(saved) == len(trained["weights"])
+    assert all(any(torch.equal(w, s) for s in saved.values()) for w in trained["weights"])
 
 
 def test_a_terminal_that_is_closed_saves(folder):

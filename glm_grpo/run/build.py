@@ -384,17 +384,17 @@ def make_trainer(
         *own.callbacks,
         JsonlLogger(out / "metrics.jsonl"),
         ProgressLines(training.log_interval),  # before what takes time
-        *first,
-        logger,
         saves,
+        *first,
+        logger,  # a tracker takes the points in their order
     ]
     tables: list[Callback] = []
     if training.save_rollouts:  # all ranks save their images
         table = RolloutTable(out / "rollouts", training.save_rollouts, logger.log_table)
         tables = [table]
     if not ranks.first:  # all ranks evaluate, and save weights that are spread over them
-        callbacks = [ImageStatistics(), watch, *own.callbacks, *first]
-        callbacks += [saves] if ranks.shards else []
+        callbacks = [ImageStatistics(), watch, *own.callbacks]
+        callbacks += [*([saves] if ranks.shards else []), *first]
     return MinimalGRPOTrainer(
         model,
         make_dataloader(dataset, training.batch_size, training.seed, ranks.rank, ranks.world),

@@ -117,10 +117,6 @@ class ProgressLines(Callback):
         self.begun = time.perf_counter()
         self.first = trainer.step + 1
 
-    def on_evaluate(self, trainer, evaluation):
-        if trainer.step and not evaluation.step:  # its time is no step's
-            self.begun += evaluation.seconds
-
     def on_step_end(self, trainer, metrics, experience):
         if is_due(trainer.step, self.every) or trainer.step in (self.first, trainer.last_step):
             self.show(trainer)

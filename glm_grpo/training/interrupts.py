@@ -101,7 +101,8 @@ if hasattr(os, "register_at_fork"):  # not on Windows
 
 class Interrupts:
     """In this block the first Ctrl+C, SIGTERM or SIGHUP stops `trainer` after its step. Without a
-    trainer, or the second time, it raises `Stopped`, a KeyboardInterrupt."""
+    trainer, or the second time, it raises `Stopped`, a KeyboardInterrupt. While a run that was
+    stopped saves, only Ctrl+C does: a launcher sends SIGTERM as soon as one process has ended."""
 
     def __init__(self):
         self.trainer = None  # set it during training
@@ -127,8 +128,9 @@ class Interrupts:
         first = self.signal is None
         self.signal = self.signal or signum
         if self.trainer is None:
-            raise Stopped(self.signal)
-        if first:
+            if first or signum == signal.SIGINT:
+                raise Stopped(self.signal)
+        elif first:
             self.trainer.stop = True
             tell_at_once(
                 "stopping after this step, then saving (Ctrl+C again: stop at once and save "
@@ -139,11 +141,13 @@ class Interrupts:
 
     @contextlib.contextmanager
     def at_once(self) -> Iterator[None]:
-        """In this block the first signal raises `Stopped` during training, too: no step is half
-        done. After an error the run counts as one that does not train."""
+        "In this block, where no step is half done, the first signal raises `Stopped`."
         trainer, self.trainer = self.trainer, None
-        yield
-        self.trainer = trainer
+        try:
+            yield
+        finally:
+            if self.signal is None:  # else nothing trains any more
+                self.trainer = trainer
 
     @property
     def status(self) -> int:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ..data.basics import UserError
 from ..model.loading import shard_like
 from .options import OptimizerOptions
+from .interrupts import uncut
 from .ranks import full_tensor
 
 if TYPE_CHECKING:
@@ -259,4 +260,5 @@ def replaced_by(
         average.copy_to(weights)
         yield
     finally:
-        average.restore(weights)
+        with uncut():  # half of it would be weights of two kinds
+            average.restore(weights)
