@@ -1,5 +1,6 @@
 """An export is what was trained, for those who do not have this package."""
 
+import ast
 import copy
 import json
 import os
@@ -22,6 +23,7 @@ from glm_grpo.model.loading import load_pipeline, weights_digest
 from glm_grpo.model.tokens import large_grid_tokens, upsample_tokens
 from glm_grpo.run import export, merge, served
 from glm_grpo.run.merge import Trained
+from glm_grpo.training.options import with_options
 
 TINY = ROOT / "data/tiny-glm-image"
 PROMPT = "a cat in the middle on a red ground"
@@ -243,7 +245,25 @@ def test_the_card_says_which_prompts_were_measured(run, tmp_path):
         changed = [json.dumps(line | {"prompts_are_held_out": held_out}) for line in lines]
         file.write_text("\n".join(changed) + "\n")
         heads.append(export.measured_rewards(Trained.find(str(again)))[0][0])
-    assert [head[0] for head in heads] == ["on training prompts", "on held-out prompts"]
+    kinds = [f"on {kind} prompts, 64 x 64 pixels" for kind in ("training", "held-out")]
+    assert [head[0] for head in heads] == kinds
+
+
+def test_the_card_has_a_command_and_code_that_work(run, tmp_path):
+    "Of edits, and of a prompt with what Python's strings escape."
+    trained = Trained.find(str(run))
+    assert "--training.mode i2i" in export.training_command(trained.config)
+    prompt = 'a sign "C:\\new\\x" of\ttwo words'
+    (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": prompt}) + "\n")
+    changes = {"data.eval_prompts_file": str(tmp_path / "prompts.jsonl"), "training.mode": "t2i"}
+    trained.config = with_options(trained.config, changes)
+    export.write_export(trained, tmp_path / "GLM-Image-mine")
+    card = (tmp_path / "GLM-Image-mine/README.md").read_text(encoding="utf-8")
+    blocks = [block for block in card.split("```python\n")[1:] if "pipe(" in block]
+    for block in blocks:
+        code = ast.parse(block.partition("```")[0])
+        assert prompt in [getattr(node, "value", None) for node in ast.walk(code)]
+    assert blocks
 
 
 def no_logits(pipe, prompt, sources, token_ids, size):
@@ -303,8 +323,11 @@ def test_a_loss_is_refused(tmp_path, exports):
     assert "--merge false" in message and not to.exists()
     lost = export.write_export(trained, to, "true")["ar"]
     assert lost.share > 0.7
-    assert export.write_export(trained, tmp_path / "wide", dtype=torch.float32)["ar"].share < 1e-3
-    export.write_export(trained, tmp_path / "apart", "false")
+    assert (
+        export.export.write_export(trained, tmp_path / "wide", dtype=torch.float32)["ar"].share
+        < 1e-3
+    )
+    export.export.write_export(trained, tmp_path / "apart", "false")
     part = "vision_language_encoder/model.safetensors"
     assert os.path.samefile(tmp_path / "apart" / part, TINY / part)
     large = Trained.find(str(top / "checkpoint_ar-lora"), str(TINY))
@@ -360,7 +383,7 @@ def test_an_older_checkpoint_resumes_and_is_exported(run, tmp_path):
         shutil.copy(run.parent / name, tmp_path)
     old = older(again / "checkpoints/checkpoint_final")
     trained = Trained.find(str(again))
-    export.write_export(trained, tmp_path / "GLM-Image-old", dtype=torch.float32)
+    export.export.write_export(trained, tmp_path / "GLM-Image-old", dtype=torch.float32)
     for half in ("ar", "dit"):
         config = tmp_path / "GLM-Image-old/lora" / half / "adapter_config.json"
         assert isinstance(json.loads(config.read_text())["target_modules"], list)
@@ -378,6 +401,8 @@ def test_bad_input(run, exports, tmp_path, monkeypatch, capsys):
         assert not to.exists() and not [*tmp_path.glob(".GLM*")]
         return told(capsys)
 
+    message = refused(run, "--to", to, "--merge", "false", "--dtype", "bfloat16")
+    assert "the weights stay as in the base" in message
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     (elsewhere / "notes.txt").touch()

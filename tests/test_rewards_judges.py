@@ -4,10 +4,10 @@ import shutil
 
 import pytest
 import torch
-from small_models import save_clip
+from small_models import save_clip, save_llava, tokenizer_and_resize
 
 from glm_grpo.data.basics import refusal
-from glm_grpo.rewards.judges import AestheticScore, ClipScore
+from glm_grpo.rewards.judges import AestheticScore, ClipScore, PickScore, VLMJudge
 
 PROMPTS = ["a cat", "a cat a cat a"]
 HEAD = {"layers.0.weight": torch.ones(1, 16), "layers.0.bias": torch.zeros(1)}
@@ -55,3 +55,13 @@ def test_the_head_in_the_folder(clip, images):
     with torch.no_grad():
         expected = judge.image_vectors(images).sum(-1)
     assert torch.allclose(judge(images), expected, atol=1e-5)
+
+
+def test_a_folder_of_another_kind_of_model(tmp_path):
+    "The message names the folder and what belongs there."
+    save_llava(tmp_path / "llava")
+    for judge in (ClipScore, PickScore):
+        assert "llava: a LlavaModel" in refusal(judge, tmp_path / "llava", device="cpu")
+    tokenizer_and_resize()[0].save_pretrained(tmp_path / "words")
+    (tmp_path / "words/config.json").write_text('{"model_type": "llama"}')
+    assert "reads no images" in refusal(VLMJudge, tmp_path / "words", device="cpu")

@@ -127,6 +127,14 @@ class TwoTowers(Judge):
         has_processor = any(Path(model).glob("*processor_config.json"))
         name = model if has_processor else self.processor_of or model
         self.processor = load_processor(name, backend="pil")
+        both = hasattr(self.model, "get_image_features") and hasattr(
+            self.model, "get_text_features"
+        )
+        if not (both and hasattr(self.processor, "image_processor")):
+            raise UserError(
+                f"{model}: a {type(self.model).__name__} with a {type(self.processor).__name__}, "
+                "and not the two towers of a CLIP or SigLIP. Give the folder of one."
+            )
 
     def image_vectors(self, images: Tensor) -> Tensor:
         "[N, 3, H, W] in [0, 1] -> [N, D] float32"
@@ -248,6 +256,11 @@ class VLMJudge(Judge):
         self.batch_size = batch_size
         self.device = pick_device(device)
         self.processor = load_processor(model)
+        if not hasattr(self.processor, "image_processor"):
+            raise UserError(
+                f"{model}: a {type(self.processor).__name__} reads no images. Give the folder of a "
+                "vision-language model."
+            )
         tokenizer = self.processor.tokenizer
         tokenizer.padding_side = "left"
         answers = tokenizer(["Yes", "No"], add_special_tokens=False).input_ids

@@ -165,7 +165,7 @@ def training_command(config: Config) -> str:
     words = ["python -m glm_grpo.train"]
     for name in OPTIONS:
         value = option_value(config, name)
-        unsaid = value == option_value(plain, name)
+        unsaid = value == option_value(plain if name != "training.mode" else Config(), name)
         private = "resume", "dry_run", "training.output_dir", "reward.remote"
         if unsaid or name in private:
             continue
@@ -183,7 +183,8 @@ def measured_rewards(trained: Trained) -> tuple[list[tuple[str, str, str]], bool
     last = lines.get(trained.note["step"])
     if not first or not last or first is last:
         return [], False
-    rows = [(f"on {last.kind()}", "before", "after")]
+    height, width = trained.config.data.eval_size
+    rows = [(f"on {last.kind()}, {height} x {width} pixels", "before", "after")]
     for change in compare_evaluations(first, last):
         if change.kind == "statistics":
             continue
@@ -200,7 +201,7 @@ def measured_rewards(trained: Trained) -> tuple[list[tuple[str, str, str]], bool
 def example_prompt(trained: Trained) -> str:
     "The first prompt of the run's evaluations."
     with contextlib.suppress(UserError):
-        return heldout_data(trained.config).prompts[0].replace('"', '\\"')
+        return heldout_data(trained.config).prompts[0]
     return "a cat in the middle on a red ground"
 
 
@@ -251,7 +252,7 @@ def write_export_card(
         guidance=options["guidance_scale"],
         temperature=sampling["temperature"],
         top_p=sampling["top_p"],
-        prompt=example_prompt(trained),
+        prompt=json.dumps(example_prompt(trained), ensure_ascii=False),
         vllm_takes_dit={name.rpartition(".")[2] for name in of_dit} <= VLLM_LAYERS,
         published=(sampling["temperature"], sampling["top_p"]) == (0.9, 0.75),
     )
@@ -310,6 +311,10 @@ def export_command(argv: list[str]) -> int:
     to = Path(options.to)
     print(f"{'from':>10}  {trained.root}, {trained.note['step']} steps, base {trained.name}")
     dtype = getattr(torch, options.dtype) if options.dtype else None
+    if dtype and options.merge == "false":
+        raise UserError(
+            "--dtype: with --merge false the weights stay as in the base. Leave one of them out."
+        )
     only_checked = options.check and (to / "export.json").is_file()
     if not only_checked:
         write_export(trained, to, options.merge, dtype, lambda line: print(f"{'':>10}  {line}"))
