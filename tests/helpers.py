@@ -32,7 +32,7 @@ def small_model():
     """The folder of the tiny model with one layer instead of four and one block instead of five:
     faster. Made once in a session; SMALL_MODEL names it for other processes."""
     if "SMALL_MODEL" not in os.environ:
-        from glm_grpo.model.loading import load_pipeline
+        from glm_grpo.model.loading import load_pipeline, quiet
 
         folder = Path(tempfile.mkdtemp(), "small-glm-image")
         shutil.copytree(ROOT / "data/tiny-glm-image", folder)
@@ -43,8 +43,9 @@ def small_model():
         ar.config.text_config.num_hidden_layers = 1
         dit.transformer_blocks = dit.transformer_blocks[:1]
         dit.register_to_config(num_layers=1)
-        ar.save_pretrained(folder / "vision_language_encoder")
-        dit.save_pretrained(folder / "transformer")
+        with quiet():  # a test may read what is printed meanwhile
+            ar.save_pretrained(folder / "vision_language_encoder")
+            dit.save_pretrained(folder / "transformer")
         os.environ["SMALL_MODEL"] = str(folder)
     return os.environ["SMALL_MODEL"]
 

@@ -56,9 +56,8 @@ def sampled(request):
 
 
 @pytest.mark.parametrize("name", ["ar", "dit"])
-@pytest.mark.parametrize("size", [1, 2])
-def test_other_micro_batches_pass(sampled, name, size):
-    assert not sampled.card(name, size).problem()
+def test_other_micro_batches_pass(sampled, name):
+    assert not sampled.card(name, size=2).problem()
 
 
 @pytest.mark.parametrize("name", ["ar", "dit"])
@@ -69,9 +68,8 @@ def test_products_in_another_order_pass(sampled, name, monkeypatch):
     assert gap.mean > 0 and not gap.too_large
 
 
-@pytest.mark.parametrize("factor", [0.95, 1.05])
-def test_a_temperature_wrong_by_5_percent_stops(sampled, factor):
-    wrong = factor * HOT["temperature"]
+def test_a_temperature_wrong_by_5_percent_stops(sampled):
+    wrong = 1.05 * HOT["temperature"]
     assert "ar: new and old differ" in sampled.card("ar", tokens={"temperature": wrong}).problem()
 
 

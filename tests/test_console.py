@@ -30,15 +30,6 @@ def test_the_console_says_what_to_watch(folder, capsys):
     assert max(abs(line["loss"]) for line in read_jsonl(folder / "run/metrics.jsonl")) < 1e-6
 
 
-def test_the_console_says_when_there_was_nothing_to_learn(folder, capsys):
-    (folder / "green.py").write_text("def green(images):\n    return [1.0] * len(images)\n")
-    words = small(folder, "--num_steps", 1, "--training.trackers", "null")
-    assert main(*words, "--output_dir", folder / "run") == 0
-    assert "all groups equal: nothing learnt" in capsys.readouterr().out
-    (line,) = read_jsonl(folder / "run/metrics.jsonl")
-    assert line["equal_groups"] == 1 and line["grad_norm"] == 0
-
-
 @pytest.fixture
 def fault(monkeypatch):
     "The program has a fault in its third step."
@@ -95,13 +86,6 @@ def test_names_that_the_output_cannot_encode(folder, monkeypatch):
     assert main(*words) == 2  # the run is there already
     assert rb"\u732b.txt" in out.buffer.getvalue() and rb"\u732b" in err.buffer.getvalue()
     assert steps(named) == [1]
-
-
-def test_a_world_size_that_is_no_number_is_told(folder, capsys, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "two")
-    assert main(*small(folder, "--output_dir", folder / "run", "--dry_run")) == 2
-    assert "WORLD_SIZE=two: this environment variable must be a whole number" in told(capsys)
-    assert not (folder / "run").exists()
 
 
 @pytest.fixture

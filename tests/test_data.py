@@ -52,20 +52,14 @@ def batches(loader, number):
     return [batch["indices"] for batch in itertools.islice(loader, number)]
 
 
-def test_images_of_several_sizes_are_no_tensor():
-    images = [Image.new("RGB", size) for size in ((8, 8), (8, 4))]
-    assert "one size" in refusal(pil_to_tensor, images)
-    assert "at least one" in refusal(pil_to_tensor, [])
-
-
 def test_order_is_the_one_of_earlier_runs():
     "A checkpoint of an older version continues in the same order."
     assert batches(loader(6, 6), 2) == [[3, 4, 2, 0, 1, 5], [0, 1, 2, 3, 4, 5]]
     assert batches(loader(6, 4, seed=0), 3) == [[3, 4, 2, 0], [1, 5, 0, 1], [2, 3, 4, 5]]
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 6])
-def test_ranks_together_see_what_one_rank_sees_also_after_a_stop(world):
+def test_ranks_together_see_what_one_rank_sees_also_after_a_stop():
+    world = 3
     alone = batches(loader(10, 6, seed=7), 9)
     shares = []
     for rank in range(world):
@@ -115,12 +109,9 @@ def test_a_loader_without_a_length_trains_from_its_start():
         ("a.txt", "a cat\na dog\n\n", "a.txt, line 3"),
         ("a.txt", "a cat\n".encode("utf-16"), "a.txt, line 1: not UTF-8"),
         ("a.tar", "a cat\n", ".tar"),
-        ("a.xlsx", "a cat\n", ".xlsx"),
-        ("a.csv", "prompt\n", "a.csv: no row"),
         ("a.csv", "name,label\na,b\n", "The columns are name, label"),
         ("a.csv", "prompt,target\na,b\na, red, cat\n", "a.csv, row 2"),
         ("a.csv", 'prompt\n"a cat\n', "a.csv, row 1"),
-        ("a.csv", "prompt,target\na,x\n,y\n", "a.csv, row 2"),
         ("a.csv", 'prompt,metadata\na,"{1}"\n', "row 1, metadata"),
         ("a.csv", 'prompt,source\na,"[1]"\n', "row 1: a wrong value: 'source'"),
     ],
@@ -135,12 +126,10 @@ def test_bad_prompt_files_are_refused_with_their_place(tmp_path, name, content, 
         ('["a cat"]', "JSON object"),
         ('{"prompt": "a cat", "Targets": "a.png"}', "the key 'Targets' is nearly target"),
         ('{"promt": "a cat", "' + "k" * 5000 + '": 1}', "'promt' is nearly prompt"),
-        ('{"target": "a.png"}', "no prompt"),
         ('{"prompt": "  "}', "no prompt"),
         ('{"prompt": 3}', "'prompt': 3"),
         ('{"prompt": "a", "target": ["a.png"]}', "'target'"),
         ('{"prompt": "a", "metadata": "' + "m" * 5000 + '"}', "'metadata'"),
-        ('{"prompt": "a", "source": ["a.png", null]}', "'source'"),
         ('{"prompt": "a", "metadata": {"n": ' + "9" * 5000 + "}}", "JSON"),
     ],
 )
@@ -418,28 +407,21 @@ def test_the_training_part_of_a_folder_of_flow_grpo_is_read(tmp_path):
     [
         ("default/train/0000 default/train/0001 default/test/0000", [0, 1]),
         ("default/partial-train/0000 default/partial-test/0000", [0]),
-        ("a/train-00000-of-00002 a/train-00001-of-00002 a/test-00000-of-00001", [0, 1]),
         ("data/test-00000-of-00001-0a1b data/train-00000-of-00001-0a1b", [1]),
-        ("train/0000 validation/0000", [0]),
         ("train/shard1 train/shard2 val/shard1", [0, 1]),
         ("flowers_test flowers_train", [1]),
-        ("training testing", [0]),
         ("train2017 val2017", [0]),
         ("data/test-00000-of-00001", [0]),
         ("default/fold1/0000 default/fold1/0001", [0, 1]),
         ("part1 part2", [0, 1]),
-        ("latest1 latest2", [0, 1]),
         (
             "data/train_sft-00000-of-00001 data/train_gen-00000-of-00001",
             "splits: train_gen, train_sft",
         ),
         ("0000 0001", [0, 1]),
-        ("data/0000 data/0001", [0, 1]),
         ("data/test-00000-of-00001 data/validation-00000-of-00001", "splits: test, validation"),
         ("default/fold1/0000 default/fold2/0000", "splits: fold1, fold2"),
-        ("data/fold1-00000-of-00001 data/fold2-00000-of-00001", "splits: fold1, fold2"),
         ("default/train/0000 hard/train/0000", "configurations: default, hard"),
-        ("default/train/0000 hard/test/0000", "configurations: default, hard"),
         ("easy/train-00000-of-00001 hard/train-00000-of-00001", "configurations: easy, hard"),
         ("train-00000-of-00001 partial-train-00000-of-00001", "splits: partial-train, train"),
     ],
@@ -515,7 +497,7 @@ def test_only_the_columns_that_are_needed_are_read(tmp_path):
 # which prompts are held out
 
 
-@pytest.mark.parametrize("number, held", [(9, 0), (10, 2), (30, 3), (35, 3), (1500, 100)])
+@pytest.mark.parametrize("number, held", [(9, 0), (10, 2), (30, 3), (1500, 100)])
 def test_how_many_are_held_out_and_which(tmp_path, number, held):
     lines = "\n".join(f"flower {i}" for i in range(number))
     training, held_out = split_off(T2IDataset(write(tmp_path / "prompts.txt", lines)))
@@ -569,8 +551,7 @@ def test_a_note_counts_images_that_lose_much_by_cropping(tmp_path):
 
 @pytest.mark.parametrize(
     "size, fits",
-    [((512, 512), True), ((2048, 512), True), ((480, 512), False), ((512, 2080), False)]
-    + [((1000, 1024), False), ((512, 544), True)],
+    [((2048, 512), True), ((480, 512), False), ((512, 2080), False), ((1000, 1024), False)],
 )
 def test_sources_in_sizes_that_the_published_model_does_not_read_are_refused(tmp_path, size, fits):
     source = coloured(tmp_path / "1.png", "red", size)
@@ -674,7 +655,6 @@ LEVELS = np.arange(65536, dtype=np.uint16).reshape(256, 256)
     "name, levels, mode",
     [
         ("ramp.png", LEVELS, "I;16"),
-        ("ramp.tiff", LEVELS, "I;16"),
         ("big_endian.tiff", LEVELS.astype(">u2"), "I;16B"),
         ("whole.tiff", LEVELS.astype(np.int32), "I"),
         ("unit.tiff", (LEVELS / 65535).astype(np.float32), "F"),

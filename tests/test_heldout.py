@@ -6,10 +6,10 @@ import re
 import pytest
 import yaml
 from helpers import PROMPTS, counting_reward, evaluate_main, main, read_json, rewards_of, small
-from helpers import without_images
+from helpers import without_images, write_images
 from PIL import Image
 
-from glm_grpo.data.prompts import T2IDataset, split_off
+from glm_grpo.data.prompts import I2IDataset, split_off
 from glm_grpo.run.build import describe_data, open_data
 from glm_grpo.run.config import DataConfig
 
@@ -20,10 +20,11 @@ EVALUATED = ["--training.eval_samples", 1, "--training.max_steps", 1]
 
 @pytest.fixture
 def twenty(folder):
-    "The folder of the small run, with twenty prompts and no target images."
+    "The folder of the small run, with twenty edits and no target images."
     lines = [f"{PROMPTS[i % 3]}, number {i}" for i in range(20)]
     (folder / "prompts.txt").write_text("\n".join(lines) + "\n")
-    return without_images(folder)
+    write_images(without_images(folder) / "source_images", [(200, 9 * i, 60) for i in range(20)])
+    return folder
 
 
 def run(folder, *words):
@@ -49,7 +50,7 @@ def test_a_tenth_is_split_off_and_stays_when_the_run_goes_on(twenty, capsys):
     assert "2 held out of the same file (seed 0)" in console and "held-out prompts" in console
     first = read_json(out / "eval.json")["after"]
     assert first["prompts_are_held_out"] is True
-    training, held_out = split_off(T2IDataset(twenty / "prompts.txt"))
+    training, held_out = split_off(I2IDataset(twenty / "prompts.txt", twenty / "source_images"))
     assert first["prompts"] == held_out.prompts and not {*training.prompts} & {*held_out.prompts}
     assert "No prompts were held out" not in (out / "page.html").read_text(encoding="utf-8")
     assert yaml.safe_load((out / "config.yaml").read_text())["data"]["eval_prompts_file"] is None
@@ -129,7 +130,10 @@ def test_what_the_noise_of_training_costs_is_told_at_the_start(folder, capsys):
 
 
 def test_a_second_wording_is_measured_and_judged_by_the_prompt(folder, capsys):
-    lines = [{"prompt": prompt, "paraphrase": f"paint {prompt}"} for prompt in PROMPTS]
+    lines = []
+    for i, prompt in enumerate(PROMPTS):
+        source = f"source_images/{i}.png"
+        lines.append({"prompt": prompt, "paraphrase": f"paint {prompt}", "source": source})
     heldout = folder / "heldout.jsonl"
     heldout.write_text("\n".join(map(json.dumps, lines)) + "\n")
     seen = "open(__file__ + '.seen', 'a').writelines(p + '\\n' for p in prompts)"
@@ -137,8 +141,8 @@ def test_a_second_wording_is_measured_and_judged_by_the_prompt(folder, capsys):
         f"def green(images, prompts):\n    {seen}\n    return images[:, 1].mean((1, 2))\n"
     )
     words = ["--data.eval_prompts_file", heldout, *EVALUATED]
-    run = small(without_images(folder), "--output_dir", folder / "run", *words)
-    long = {"prompt": PROMPTS[0], "paraphrase": "fish " * 5000}
+    run = small(folder, "--output_dir", folder / "run", *words)
+    long = lines[0] | {"paraphrase": "fish " * 5000}
     (folder / "long.jsonl").write_text(json.dumps(long) + "\n")
     assert main(*run, "--data.eval_prompts_file", folder / "long.jsonl") == 2
     assert "long.jsonl, line 1: with its image this prompt needs" in capsys.readouterr().err
@@ -152,6 +156,6 @@ def test_a_second_wording_is_measured_and_judged_by_the_prompt(folder, capsys):
     assert after["paraphrase"]["difference"] == pytest.approx(gain, abs=1e-6)
     assert after["metrics"]["paraphrase"] == pytest.approx(after["reward_mean"] + gain, abs=1e-6)
     assert "paraphrase" in (folder / "run/page.html").read_text(encoding="utf-8")
-    heldout.write_text(heldout.read_text() + '{"prompt": "a third"}\n')
+    heldout.write_text(heldout.read_text() + json.dumps(lines[0] | {"paraphrase": ""}) + "\n")
     assert main(*small(folder, "--output_dir", folder / "two", *words)) == 2
     assert "line 4: no text in 'paraphrase'" in capsys.readouterr().err

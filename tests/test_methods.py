@@ -243,12 +243,10 @@ def test_a_pair_without_a_reward_learns_nothing():
 
 def test_an_evaluation_has_no_churn(model):
     "Without noise the images start from noise of their own, and no step is a decision."
-    sampled = model.generate_with_tracking(
-        PROMPTS[:1] * 2, decode=False, score=False, noise_level=0.0, dit_objective="pairs", **SIZE
-    )
-    plain = model.generate_with_tracking(
-        PROMPTS[:1] * 2, decode=False, score=False, noise_level=0.0, **SIZE
-    )
+    how = SIZE | {"decode": False, "score": False, "noise_level": 0.0}
+    edit = PROMPTS[:1] * 2, BATCH["source_images"] * 2
+    sampled = model.generate_with_tracking(*edit, dit_objective="pairs", **how)
+    plain = model.generate_with_tracking(*edit, **how)
     assert sampled.denoising.decisions == ()
     assert torch.equal(sampled.initial_latents, plain.initial_latents)
 

@@ -61,8 +61,7 @@ def toy_run(saved_run, tmp_path):
     return shutil.copytree(saved_run, tmp_path / "run")
 
 
-LATER = ("grpo", "cispo", "sapo", "spo", "dppo")
-CASES = [("grpo", 1, 1), ("grpo", 2, 1), *((name, 3, 2) for name in LATER)]
+CASES = [("grpo", 1, 1), *((name, 3, 2) for name in ("grpo", "sapo", "dppo"))]
 
 
 @pytest.mark.parametrize("loss_type, updates, batches", CASES)
@@ -115,11 +114,10 @@ def test_decisions_of_several_ranks_are_read_together(tmp_path):
 @pytest.mark.parametrize(
     "name", ["step_000001/0.safetensors", "step_000001/0_000.png", "step_000001.jsonl"]
 )
-@pytest.mark.parametrize("keep", [0, 0.6])
-def test_a_step_with_a_broken_file_is_left_out_with_a_note(toy_run, capsys, name, keep):
+def test_a_step_with_a_broken_file_is_left_out_with_a_note(toy_run, capsys, name):
     path = toy_run / "rollouts" / name
     data = path.read_bytes()
-    path.write_bytes(data[: int(keep * len(data))] + b"junk")
+    path.write_bytes(data[: int(0.6 * len(data))] + b"junk")
     shown = write_microscope(toy_run / "page.html", toy_run, prompts=9)
     assert [step["step"] for step in shown["steps"]] == [2]
     (note,) = capsys.readouterr().out.splitlines()

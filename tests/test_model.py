@@ -158,21 +158,6 @@ def test_steps_in_8_bits_change_no_decision():
     assert torch.equal(plain.latents, again.latents)
 
 
-def test_no_copy_in_8_bits_where_all_steps_are_scored(monkeypatch):
-    model = model_of("dit", 4)
-    monkeypatch.setattr(model, "float8", None)
-    pairs = {"dit_objective": "pairs", "window": None, "window_kind": "random"}
-    sample_compiled(model, False, float8=True, **pairs)
-    assert model.float8 is None
-    sample_compiled(model, False, float8=True)
-    assert model.float8
-
-
-def test_weights_that_train_have_no_copy_in_8_bits():
-    model = GLMImageWrapper(small_model(), "dit", device="cpu")
-    assert "weights train" in refusal(lambda: Float8Layers(model.pipe.transformer))
-
-
 def test_a_device_without_8_bits_is_refused_before_the_model_loads(monkeypatch):
     monkeypatch.setattr(torch.nn.functional, "scaled_mm", lambda *args, **how: 1 / 0)
     config = Config(rollout=RolloutOptions(float8=True))
@@ -245,17 +230,6 @@ def test_wrong_score_is_found():
     for change in ({"sources": swapped}, {"objective": other}, {"glyphs": no_letters}):
         wrong = replace(rollout, denoising=replace(denoising, **change))
         assert largest_change(model, wrong, 3)["dit"] > 1e-5, change.keys()
-
-
-def test_kept_sets_make_tokens_likelier():
-    "Old and new could both forget the kept sets; the ratio would not show it."
-    model = model_of("both", 4)
-    prompts, images = edits()
-    rollout = model.generate_with_tracking(prompts, images, **SMALL | WIDE)
-    without = replace(rollout, tokens=replace(rollout.tokens, kept=None))
-    with torch.no_grad():
-        gain = rollout.token_logprobs - model.compute_token_logprobs(without)
-    assert gain.min() > -1e-5 and gain.mean() > 0.01
 
 
 def pipeline_latents(model, rollout):
@@ -419,19 +393,22 @@ def test_prompts_that_are_repeated_become_a_tree_at_the_door(monkeypatch):
 
     monkeypatch.setattr(sampler, "prepare_prompts", noted)
     how = SMALL | HOT | {"seed": 1, "score_batch_size": 2}
-    asked = [CAT, CAT, DOG, CAT, DOG, CAT]  # with two images for each token sample
-    rollout = model.generate_with_tracking(asked, **how)
-    names = SampleNames.grow(how.pop("seed"), 0, [CAT, DOG], samples=2, images=2)
-    tree = model.generate_with_tracking([CAT, DOG], names=names, **how)
-    assert laid_out == [[CAT, DOG]] * 2 and rollout.prompts == asked
-    assert tree.prompts == [CAT] * 4 + [DOG] * 4
+    prompts, sources = (given[:2] for given in edits())
+    wanted = [0, 0, 1, 0, 1, 0]  # with two images for each token sample
+    asked = [prompts[i] for i in wanted]
+    rollout = model.generate_with_tracking(asked, [sources[i] for i in wanted], **how)
+    requests = request_names(prompts, sources)
+    names = SampleNames.grow(how.pop("seed"), 0, requests, samples=2, images=2)
+    tree = model.generate_with_tracking(prompts, sources, names=names, **how)
+    assert laid_out == [prompts] * 2 and rollout.prompts == asked
+    assert tree.prompts == [prompts[0]] * 4 + [prompts[1]] * 4
     order = [0, 1, 4, 2, 5, 3]
     assert torch.equal(rollout.token_ids, tree.token_ids[order])
     assert torch.equal(rollout.initial_latents, tree.initial_latents[order])
     latents, expected = rollout["latents"], tree["latents"][order]
     assert (latents - expected).abs().max() <= 1e-4 * expected.abs().max()  # other batches
     with pytest.raises(UserError, match="3 prompts, and names of 2"):
-        model.generate_with_tracking([CAT, DOG, CAT], names=names, **how)
+        model.generate_with_tracking(*edits(), names=names, **how)
 
 
 @torch.no_grad()
@@ -461,7 +438,8 @@ def test_other_programs_do_not_change_the_batches_of_tokens(monkeypatch):
     monkeypatch.setattr(sampler, "sample_tokens", noted)
     nearly_full = SimpleNamespace(total=16 * 10**9, available=10**5)
     monkeypatch.setattr("psutil.virtual_memory", lambda: nearly_full)
-    sampler_for(model, [CAT], samples=4).sample_all_tokens()
+    prompts, images = edits()
+    sampler_for(model, prompts[:1], images[:1], samples=4).sample_all_tokens()
     assert batches == [4]
 
 
@@ -529,13 +507,40 @@ def test_offload_keeps_one_half_on_the_device():
 
 def test_seeds_together_give_the_images_of_each_alone():
     "As an evaluation asks for them on a GPU; a prompt that comes twice gets two images."
-    model, prompts, seeds = model_of("dit", 4), [CAT, DOG, CAT], ["eval-0", "eval-1"]
+    model, seeds = model_of("dit", 4), ["eval-0", "eval-1"]
+    prompts, images = ([given[i] for i in (0, 1, 0)] for given in edits())
     how = HOT | {"height": 64, "width": 64, "noise_level": 0.0, "score": False}
     rows = [seed for seed in seeds for _ in prompts]
-    together = model.generate_with_tracking(prompts * 2, seed=rows, **how)
-    alone = [model.generate_with_tracking(prompts, seed=seed, **how) for seed in seeds]
+    together = model.generate_with_tracking(prompts * 2, images * 2, seed=rows, **how)
+    alone = [model.generate_with_tracking(prompts, images, seed=seed, **how) for seed in seeds]
     assert together.prompts == prompts * 2
     assert torch.equal(together.token_ids, torch.cat([one.token_ids for one in alone]))
-    images = torch.cat([one.image_tensors for one in alone])
-    assert torch.allclose(together.image_tensors, images, atol=1e-4)
-    assert len({image.numpy().tobytes() for image in images}) == 6
+    made = torch.cat([one.image_tensors for one in alone])
+    assert torch.allclose(together.image_tensors, made, atol=1e-4)
+    assert len({image.numpy().tobytes() for image in made}) == 6
+
+
+def test_no_copy_in_8_bits_where_all_steps_are_scored(monkeypatch):
+    model = model_of("dit", 4)
+    monkeypatch.setattr(model, "float8", None)
+    pairs = {"dit_objective": "pairs", "window": None, "window_kind": "random"}
+    sample_compiled(model, False, float8=True, **pairs)
+    assert model.float8 is None
+    sample_compiled(model, False, float8=True)
+    assert model.float8
+
+
+def test_weights_that_train_have_no_copy_in_8_bits():
+    model = GLMImageWrapper(small_model(), "dit", device="cpu")
+    assert "weights train" in refusal(lambda: Float8Layers(model.pipe.transformer))
+
+
+def test_kept_sets_make_tokens_likelier():
+    "Old and new could both forget the kept sets; the ratio would not show it."
+    model = model_of("both", 4)
+    prompts, images = edits()
+    rollout = model.generate_with_tracking(prompts, images, **SMALL | WIDE)
+    without = replace(rollout, tokens=replace(rollout.tokens, kept=None))
+    with torch.no_grad():
+        gain = rollout.token_logprobs - model.compute_token_logprobs(without)
+    assert gain.min() > -1e-5 and gain.mean() > 0.01

@@ -18,7 +18,6 @@ from helpers import (
     read_jsonl,
     resume,
     small,
-    step_of,
     steps,
     told,
 )
@@ -27,21 +26,6 @@ from ranks import as_program, start
 from glm_grpo.rewards.remote import RewardServer, serve
 
 pytestmark = pytest.mark.usefixtures("at_root")
-
-
-def test_a_reward_that_goes_wrong_in_the_second_step_is_told(folder, capsys):
-    "From the fourth call on."
-    reward = counting_reward("if len(calls) > 3:\n        sys.exit(0)", "import sys")
-    (folder / "green.py").write_text(reward)
-    run = folder / "run"
-    words = small(folder, "--num_steps", 3, "--training.trackers", "null", "--output_dir", run)
-    assert main(*words) == 2
-    text = capsys.readouterr().err
-    (message,) = [line for line in text.splitlines() if line.startswith("error: ")]
-    assert message.startswith("error: The reward green raised SystemExit: 0")
-    assert "Traceback" not in text
-    assert "1 steps are saved; continue with:" in message and message.endswith("--trust_run_code")
-    assert step_of(run / "checkpoints/checkpoint_interrupt") == 1 and steps(run) == [1]
 
 
 SOME = """\
@@ -81,8 +65,9 @@ OTHERS = """\
 calls = []
 
 def others(images, prompts):
-    "Of three images in every second call the last two have a score, else the first."
-    calls.append(prompts)
+    "Of three images in every second evaluation the last two have a score, else the first."
+    if len(prompts) == 3:
+        calls.append(prompts)
     first = len(calls) % 2 == 0 or len(prompts) < 3
     return [0.5 if first == (i == 0) else None for i in range(len(prompts))]
 """
@@ -99,14 +84,6 @@ def test_evaluations_whose_images_have_no_score_in_common_are_no_error(folder, c
     assert (folder / "run/page.html").exists()
 
 
-def test_a_file_that_leaves_the_program_is_told_before_anything(folder, capsys):
-    (folder / "green.py").write_text(counting_reward("pass", "raise SystemExit('no licence')"))
-    there = files(folder)
-    assert main(*small(folder, "--num_steps", 1, "--output_dir", folder / "run")) == 2
-    assert "SystemExit: no licence" in told(capsys)
-    assert files(folder) == there
-
-
 def test_side_effects_that_do_no_harm(folder):
     "Its file switches gradients off, and it draws global random numbers: a warning."
     off = "import torch\ntorch.set_grad_enabled(False)"
@@ -115,14 +92,6 @@ def test_side_effects_that_do_no_harm(folder):
     with pytest.warns(UserWarning, match="reward green .*global random numbers"):
         assert main(*words, "--output_dir", folder / "run") == 0
     assert torch.is_grad_enabled() and steps(folder / "run") == [1, 2]
-
-
-def test_a_weight_that_is_no_number_is_refused_before_anything(folder, capsys):
-    there = files(folder)
-    words = ["--data.prompts_file", folder / "prompts.txt", "--output_dir", folder / "run"]
-    assert main(*words, "--reward.metrics", "{scene: 1.0, detail: .nan}") == 2
-    text = told(capsys)
-    assert "reward.metrics" in text and "detail" in text and files(folder) == there
 
 
 @pytest.fixture
@@ -220,10 +189,6 @@ POOLS = {  # at the top of the file, in the function
         f"pool = {FORK}".replace("fork", "spawn"),
         "return list(pool.map(work, values))",
     ),
-    "in each call": (
-        "pools = multiprocessing.get_context('fork')",
-        "with pools.Pool(2) as pool: return pool.map(work, values)",
-    ),
     "when it is needed": (
         "pools = []",
         "pools or pools.append(multiprocessing.get_context('fork').Pool(2))\n"
@@ -263,9 +228,8 @@ def wait_until(condition, seconds=90):
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("name", ["in each call", "when it is needed"])
-def test_a_pool_of_processes_works_and_ends_with_the_run(folder, name):
-    process = start_with_pool(folder, name, steps=2)
+def test_a_pool_of_processes_works_and_ends_with_the_run(folder):
+    process = start_with_pool(folder, "when it is needed", steps=2)
     process.join(90)
     assert process.exitcode == 0, (folder / "log").read_text()
     assert steps(folder / "run") == [1, 2] and not still_there(folder)

@@ -1,17 +1,15 @@
 "One optimizer step per rollout: the old log-probs come from the update, and nothing else changes."
 
-from pathlib import Path
-
 import pytest
 import torch
 from PIL import Image
+from helpers import small_model
 
 from glm_grpo.data.rollout import Terms
 from glm_grpo.model.wrapper import GLMImageWrapper
 from glm_grpo.toy import ICONS, ToyPainter, icon_images, nearness
 from glm_grpo.training.trainer import MinimalGRPOTrainer
 
-TINY = Path(__file__).parents[1] / "data/tiny-glm-image"
 PROMPTS = list(ICONS)
 SOURCES = [[Image.new("RGB", (64, 64), colour)] for colour in ("olive", "navy")]
 # an edit has no preview, so its tokens are sampled in 4 steps and not in 260
@@ -27,7 +25,7 @@ def flat_for_cats(images, prompts):
 
 def tiny_run(scores_always, monkeypatch):
     "Weights and metrics of two steps, and how often tokens were scored without gradient."
-    model = GLMImageWrapper(TINY, "both", device="cpu", lora={"rank": 4})
+    model = GLMImageWrapper(small_model(), "both", device="cpu", lora={"rank": 4})
     options = HOT | {"micro_batch_size": 4, "callbacks": (), "dit_learning_rate": 1e-3}
     options["mode"] = "i2i"
     trainer = MinimalGRPOTrainer(

@@ -34,15 +34,6 @@ def short(new, old):
 def scalar(new, old, advantages, **options):
     return (advantages * new.mean(1)).sum() / options["num_samples"]
 
-def vector(new, old, advantages, **options):
-    return advantages * new.mean(1), {}
-
-def number(new, old, advantages, **options):
-    return 0.5, {}
-
-def nothing(new, old, advantages, **options):
-    pass
-
 def mean(new, old, advantages, **options):
     return (advantages * new.mean(1)).mean(), {}
 
@@ -97,11 +88,7 @@ def test_a_loss_advantages_and_a_callback_by_file_train_and_resume(folder, mine,
     "option, name, message",
     [
         ("training.loss", "short", "Write def f(new, old, advantages, **options)"),
-        ("training.loss", "missing", "has no function or class missing"),
         ("training.loss", "scalar", "which returns (loss, metrics): a scalar with gradient"),
-        ("training.loss", "vector", "scalar outputs. Write def f("),
-        ("training.loss", "number", "Write def f(new, old, advantages"),
-        ("training.loss", "nothing", "Write def f(new, old, advantages"),
         ("training.loss", "mean", "divide a sum over the samples by num_samples"),
         ("training.callbacks", "NoCallback", "no class derived from glm_grpo.Callback"),
         ("reward.grpo.advantages", "short", "Write def f(rewards, group_size)"),

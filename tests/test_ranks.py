@@ -9,6 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
+from PIL import Image
 from helpers import GREEN, PROMPTS, evaluate_main, main, read_json, read_jsonl, resume, small
 from helpers import small_model, step_of, steps, without_seconds, write_images
 from programs.train_on_ranks import Work, run
@@ -118,7 +119,7 @@ def test_a_rank_that_fails_ends_all_with_its_reason(tmp_path):
     assert failed_status != 0 and "the paint is dry" in failed_said
 
 
-def options_of(folder, *words, mode=None):
+def options_of(folder, *words):
     "Options of a small run for two ranks."
     (folder / "prompts.txt").write_text("\n".join(FOUR_PROMPTS) + "\n")
     write_images(folder / "source_images", ["red", "green", "blue", "grey"])
@@ -126,7 +127,7 @@ def options_of(folder, *words, mode=None):
         (folder / "green.py").write_text(GREEN)
     options = ["--training.batch_size", 2, "--rollout.num_inference_steps", 2]
     options += ["--model.device", "cpu", "--training.save_interval", 1, "--num_steps", 2]
-    return small(folder, *options, "--output_dir", folder / "run", *words, mode=mode)
+    return small(folder, *options, "--output_dir", folder / "run", *words)
 
 
 def weights(checkpoint):
@@ -233,11 +234,22 @@ def test_an_evaluation_scores_no_token(monkeypatch):
     model, scored = GLMImageWrapper(small_model(), device="cpu", torch_dtype="float32"), []
     monkeypatch.setattr(model, "compute_token_logprobs", lambda rollout, size: scored.append(size))
     size = {"height": 64, "width": 64, "num_inference_steps": 2, "temperature": 3, "top_p": 1}
-    items = [{"prompt": prompt, "target": None} for prompt in HELD_OUT]
+    source = [Image.new("RGB", (64, 64), "olive")]
+    items = [{"prompt": prompt, "target": None, "source": source} for prompt in PROMPTS]
     found = evaluate(model, items, lambda images: images.mean((1, 2, 3)), **size)
-    assert scored == [] and len(found.rewards) == len(HELD_OUT)
-    rollout = model.generate_with_tracking(PROMPTS[:1], score=False, **size)
+    assert scored == [] and len(found.rewards) == len(PROMPTS)
+    rollout = model.generate_with_tracking(PROMPTS[:1], [source], score=False, **size)
     assert rollout.token_logprobs is None and "no" not in repr(rollout)
+
+
+def write_held_out(folder):
+    "Edits: those of the same prompt have the same source."
+    rows = []
+    for prompt in HELD_OUT:
+        source = f"source_images/{HELD_OUT.index(prompt)}.png"
+        rows.append(json.dumps({"prompt": prompt, "source": source}))
+    (folder / "heldout.jsonl").write_text("\n".join(rows) + "\n")
+    return ["--data.eval_prompts_file", folder / "heldout.jsonl"]
 
 
 def numbers_of(result):
@@ -247,15 +259,8 @@ def numbers_of(result):
 def test_two_ranks_measure_what_one_process_measures(tmp_path):
     """Bit for bit. Images are denoised one by one, because the last bit of an image depends on
     how many are computed together, on a CPU as well."""
-    (tmp_path / "prompts.txt").write_text("a cat\n")
-    (tmp_path / "heldout.txt").write_text("\n".join(HELD_OUT) + "\n")
-    (tmp_path / "green.py").write_text(GREEN)
-    words = ["--data.prompts_file", tmp_path / "prompts.txt", "--data.image_size", 64]
-    words += ["--model.name", small_model()]
-    words += ["--data.eval_prompts_file", tmp_path / "heldout.txt"]
-    words += ["--rollout.num_inference_steps", 2, "--rollout.temperature", 3, "--rollout.top_p", 1]
-    words += ["--reward.functions", f"{tmp_path}/green.py:green", "--model.device", "cpu"]
-    words += ["--training.eval_samples", 2, "--rollout.batch_size", 1]
+    words = options_of(tmp_path, *write_held_out(tmp_path), "--training.eval_samples", 2)
+    words += ["--rollout.batch_size", 1]
     assert evaluate_main(*words, "--output_dir", tmp_path / "one") == 0
     said = succeed(on_ranks(2, tmp_path, evaluate_main, *words, "--output_dir", tmp_path / "two"))
     assert said.count("written:") == 1
@@ -275,10 +280,9 @@ def test_a_run_on_two_ranks_evaluates_together(tmp_path):
     )
     counting = GREEN.replace("    return", note + "    return")
     (tmp_path / "green.py").write_text(counting)
-    (tmp_path / "heldout.txt").write_text("\n".join(HELD_OUT) + "\n")
     words = ["--training.eval_samples", 1, "--training.eval_interval", 1, "--num_steps", 2]
-    words += ["--data.eval_prompts_file", tmp_path / "heldout.txt"]
-    said = succeed(on_ranks(2, tmp_path, main, *options_of(tmp_path, *words, mode="t2i")))
+    words = options_of(tmp_path, *words, *write_held_out(tmp_path))
+    said = succeed(on_ranks(2, tmp_path, main, *words))
     assert said.count("measuring 1 images of each prompt") == 2
     run = tmp_path / "run"
     history = read_jsonl(run / "eval_history.jsonl")

@@ -96,11 +96,10 @@ def test_what_a_checkpoint_does_not_fit_is_refused_with_a_list(run, began, tmp_p
     assert contents(run) == before
 
 
-@pytest.mark.parametrize("dry", [[], ["--dry_run"]], ids=["run", "dry run"])
-def test_a_run_that_is_done_says_how_it_goes_on(run, tmp_path, capsys, dry):
+def test_a_run_that_is_done_says_how_it_goes_on(run, tmp_path, capsys):
     file = tmp_path / "other.yaml"
     file.write_text("training: {max_steps: 1, learning_rate: 1e-4}\n")
-    assert main("--config", file, "--trust_run_code", "--resume", run, *dry) == 2
+    assert main("--config", file, "--trust_run_code", "--resume", run) == 2
     assert "1 steps are done, and training.max_steps is 1" in (err := capsys.readouterr().err)
     assert "such as --num_steps 2" in err
 

@@ -15,7 +15,7 @@ from PIL import Image
 
 from glm_grpo.data.basics import refusal
 from glm_grpo.rewards import remote
-from glm_grpo.rewards.calling import RewardError, call_reward
+from glm_grpo.rewards.calling import call_reward
 from glm_grpo.rewards.remote import MAX_ANSWER, RemoteError, RemoteReward, serve
 from glm_grpo.rewards.weighted import WeightedReward
 
@@ -73,18 +73,6 @@ def hang(server, line, head):
     server.over.wait()
 
 
-def drip(data):
-    "One byte after the other."
-
-    def act(server, line, head):
-        for byte in data:
-            if server.over.wait(0.05):
-                return
-            line.sendall(bytes([byte]))
-
-    return act
-
-
 def say(*answers):
     "These answers, the last one again and again."
     return lambda server, line, head: line.sendall(
@@ -96,16 +84,12 @@ GOOD, NO_MEMORY = answer({"scores": [1, 2]}), answer({"error": "CUDA out of memo
 CASES = {  # name -> act, requests that the client makes, text of its error (None: it succeeds)
     "hangs": (hang, 3, "timeout"),
     "500 once": (say(NO_MEMORY, GOOD), 2, None),
-    "503 once, of a proxy": (say(answer("<p>busy</p>", 503), GOOD), 2, None),
     "always 500": (say(NO_MEMORY), 3, "CUDA out of memory"),
     "dies in the middle": (say(answer(b'{"scores": [0', length=500)), 3, "(asked 3 times)"),
-    "no HTTP": (say(b"\x1b[2J\r\n\r\n"), 3, "(asked 3 times)"),
     "an HTML page": (say(answer(b"<html>Welcome!</html>")), 1, "Welcome!"),
     "deeply nested": (say(answer(b"[" * 100_000)), 1, "[["),
     "three for two": (say(answer({"scores": [1, 2, 3]})), 1, "2 images"),
-    "true": (say(answer({"scores": [1, True]})), 1, "True"),
     "NaN": (say(answer(b'{"scores": [1, NaN]}')), 1, "nan"),
-    "a large number": (say(answer({"scores": [1, 10**400]})), 1, "1000"),
     "endless": (say(answer(b'{"scores": [1, 2]}' + b" " * 2 * MAX_ANSWER)), 1, "too long"),
     "401": (say(answer({"error": "no"}, 401)), 1, "GLM_GRPO_TOKEN"),
     "a redirect": (say(answer(b"", 302, more=b"Location: /elsewhere\r\n")), 1, "302"),
@@ -130,14 +114,6 @@ def test_broken_server(name):
             assert ("(asked 3 times)" in message) == (requests == 3)
     assert server.paths == ["/score"] * requests
     assert time.perf_counter() - start < 10
-
-
-def test_a_server_that_drips_is_ended_by_the_time_limit():
-    "A byte now and then keeps the client's own time-out from ending it."
-    with BrokenServer(drip(answer(b"{" + b" " * 1000))) as server:
-        parts = {"far": RemoteReward(server.url, timeout=5)}
-        message = refusal(WeightedReward(parts, {"far": 1.0}, 0.5), IMAGES[:2], PROMPTS[:2])
-    assert message == "The reward far has not answered within 0.5 s (reward.time_limit)."
 
 
 @pytest.mark.parametrize("status", [200, 400, 500])
@@ -281,27 +257,14 @@ class Restarts(BrokenServer):
             super().__exit__(*args)
 
 
-@pytest.mark.parametrize("patience", [0, 20])
-def test_a_server_that_restarts_is_waited_for(patience, capsys):
-    "Two requests at a time: one line; the time limit of the sum does not count meanwhile."
-    with Restarts(3 if patience else 60) as server:
-        client = RemoteReward(server.url, batch_size=2, patience=patience)
+def test_two_requests_wait_for_a_server_that_restarts_with_one_line(capsys):
+    "The time limit of the sum does not count meanwhile."
+    with Restarts(3) as server:
+        client = RemoteReward(server.url, batch_size=2, patience=20)
         reward = WeightedReward({"far": client}, {"far": 1.0}, time_limit=2)
-        if patience:
-            assert reward(IMAGES[:4], PROMPTS[:4]).tolist() == [1, 2, 1, 2]
-        else:
-            with pytest.raises(RewardError, match="far raised RemoteError.*ConnectError"):
-                reward(IMAGES[:4], PROMPTS[:4])
+        assert reward(IMAGES[:4], PROMPTS[:4]).tolist() == [1, 2, 1, 2]
     said = capsys.readouterr().out
-    assert said.count("(reward.remote_patience)") == said.count("goes on") == bool(patience)
-
-
-def test_a_server_that_is_waited_for_in_vain_is_told_in_time():
-    with Restarts(60) as server:
-        client, begin = RemoteReward(server.url, patience=2), time.monotonic()
-        with pytest.raises(RemoteError, match="ConnectError"):
-            client(IMAGES[:2], PROMPTS[:2])
-        assert 2 < time.monotonic() - begin < 8
+    assert said.count("(reward.remote_patience)") == said.count("goes on") == 1
 
 
 def test_a_program_does_not_wait_for_a_server_that_hangs():

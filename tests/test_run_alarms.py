@@ -88,13 +88,6 @@ def test_a_metric_may_start_at_zero_or_below():
     assert reward_hacking_alarm(one_percent) == []
 
 
-def test_one_prompt_has_no_error_so_a_quarter_decides():
-    first = Evaluation(rewards=[[0.1]], metrics={"scene": 1.0}, values={"scene": [[1.0]]})
-    up = replace(first, rewards=[[0.2]])
-    assert len(reward_hacking_alarm([first, with_scene(up, 0.4)])) == 1
-    assert reward_hacking_alarm([first, with_scene(up, 0.8)]) == []
-
-
 def test_statistics_warn_both_ways_diversity_only_down():
     for moved in ({"brightness": 0.6}, {"brightness": 0.2}, {"diversity": 0.1}):
         assert len(warnings_after(means(1, **moved), means(2, **moved))) == 1

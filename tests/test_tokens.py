@@ -35,10 +35,8 @@ def prepare(model, *args, **kwargs):
     "args, words",
     [
         ((["a cat"], 100, 128), "height is 100"),
-        ((["a cat"], 128, 0), "width is 0"),
         ((["a cat"], 128, 64.5), "width is 64.5"),
         ((["a cat", " "], 128, 128), "a prompt is empty"),
-        ((["a<sop>"], 128, 128), "contains '<sop>'"),
     ],
 )
 def test_refused(model, args, words):
@@ -88,11 +86,3 @@ def test_the_last_position_may_be_used(model):
     assert f"the model has {needed - 1:,}" in refusal(
         check_prompt_lengths, short, prompts, 128, 128
     )
-
-
-def test_too_long_prompt_is_named_with_file_and_line(model, tmp_path):
-    file = tmp_path / "long.txt"
-    file.write_text("a cat\n" + "a cat and a dog " * 900 + "\na dog\n")
-    message = refusal(check_prompt_lengths, model, T2IDataset(file), 128, 128)
-    assert "long.txt, line 2: " in message
-    assert message.endswith("Shorten the prompt.")
