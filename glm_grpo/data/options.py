@@ -63,12 +63,9 @@ def wrong_type(option_field: Field, value: Any) -> str | None:
     kinds = [kind for kind in KINDS if kind in declared]
     if not kinds or {*declared} - {*kinds, type(None)}:  # words and lists are checked elsewhere
         return None
-    number = not isinstance(value, bool | str)
-    right = (
-        type(value) in kinds
-        or (float in kinds and number and isinstance(value, Real))
-        or (int in kinds and number and isinstance(value, Integral))
-    )
+    fitting = {bool: bool, int: Integral, float: Real, str: str | Path}
+    right = any(isinstance(value, fitting[kind]) for kind in kinds)
+    right = bool in kinds if isinstance(value, bool) else right  # a bool is an int, too
     return None if right else f"must be {' or '.join(KINDS[kind] for kind in kinds)}"
 
 
