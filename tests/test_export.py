@@ -214,7 +214,10 @@ def test_averages_sampling_and_the_check(run, tmp_path, capsys):
     assert (sampling["temperature"], sampling["top_p"], sampling["top_k"]) == (3.0, 0.9, 1032)
     readme = (to / "README.md").read_text()
     assert "temperature 3.0, top_p 0.9" in readme and "change them there" in readme
-    assert "| on training prompts | before | after |\n|---|---|---|\n| reward |" in readme
+    assert (
+        "| on training prompts, 64 x 64 pixels | before | after |\n|---|---|---|\n| reward |"
+        in readme
+    )
     assert "before_after.png" in readme and (to / "before_after.png").is_file()
     assert "--training.ema_decay 0.5" in readme and str(run.parent) not in readme
     settings.write_text(json.dumps(sampling | {"temperature": 1.0}))
@@ -324,11 +327,8 @@ def test_a_loss_is_refused(tmp_path, exports):
     assert "--merge false" in message and not to.exists()
     lost = export.write_export(trained, to, "true")["ar"]
     assert lost.share > 0.7
-    assert (
-        export.export.write_export(trained, tmp_path / "wide", dtype=torch.float32)["ar"].share
-        < 1e-3
-    )
-    export.export.write_export(trained, tmp_path / "apart", "false")
+    assert export.write_export(trained, tmp_path / "wide", dtype=torch.float32)["ar"].share < 1e-3
+    export.write_export(trained, tmp_path / "apart", "false")
     part = "vision_language_encoder/model.safetensors"
     assert os.path.samefile(tmp_path / "apart" / part, TINY / part)
     large = Trained.find(str(top / "checkpoint_ar-lora"), str(TINY))
@@ -384,7 +384,7 @@ def test_an_older_checkpoint_resumes_and_is_exported(run, tmp_path):
         shutil.copy(run.parent / name, tmp_path)
     old = older(again / "checkpoints/checkpoint_final")
     trained = Trained.find(str(again))
-    export.export.write_export(trained, tmp_path / "GLM-Image-old", dtype=torch.float32)
+    export.write_export(trained, tmp_path / "GLM-Image-old", dtype=torch.float32)
     for half in ("ar", "dit"):
         config = tmp_path / "GLM-Image-old/lora" / half / "adapter_config.json"
         assert isinstance(json.loads(config.read_text())["target_modules"], list)

@@ -625,9 +625,8 @@ def source_lists(
     if isinstance(sources, Tensor):
         sources = tensor_to_pil(sources)
     lists = [[row] if isinstance(row, Image.Image) else row for row in sources]
-    for row in lists:
-        if not isinstance(row, list | tuple) or not all(isinstance(x, Image.Image) for x in row):
-            raise UserError("source images: give PIL images, or a list of them for each prompt.")
+    if not all(isinstance(row, list | tuple) for row in lists):
+        raise UserError("source images: give PIL images, or a list of them for each prompt.")
     return lists
 
 

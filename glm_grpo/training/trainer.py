@@ -158,12 +158,12 @@ class MinimalGRPOTrainer:
         prompts: str | list[str],  # B
         source_images: list | None = None,  # B PIL images, or B lists of them, for image to image
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """(image_tensors [B*G, 3, H, W], old log-probs [B*G, T], token_ids [B*G, T]) of the first
-        policy. Where both halves train, each token sample has images_per_sample images."""
+        """(image_tensors [N, 3, H, W], old log-probs [B*G, T] of the first policy, token_ids
+        [N, T]). N is B*G; where both halves train, images_per_sample times that."""
         batch = {"prompts": prompts, "source_images": source_images}
         rollout = self.collector.sample(*self.collector.open_batch(batch, self.step))
         samples = next(iter(self.policies.values())).samples(rollout, self.images_per_prompt)
-        return rollout.image_tensors, samples.old_logprobs, cast(Tensor, samples.rollout.token_ids)
+        return rollout.image_tensors, samples.old_logprobs, cast(Tensor, rollout.token_ids)
 
     def save_checkpoint(self, path: str | Path) -> None:
         """Weights, optimizer, step and place in the data, in one folder that appears at once.
