@@ -358,7 +358,7 @@ def make_trainer(
     ranks: Ranks,  # only the first one writes
     own: OwnCode | None = None,  # None: nothing is the user's own
     held: contextlib.ExitStack | None = None,  # see `TrackerLogger`
-    first: Iterable[Callback] = (),  # called once the step's line is printed
+    after_line: Iterable[Callback] = (),  # called once a step's line is printed
 ) -> MinimalGRPOTrainer:
     "The trainer of a run, with the callbacks that write its folder, in the order of their calls."
     training = config.training
@@ -385,7 +385,7 @@ def make_trainer(
         JsonlLogger(out / "metrics.jsonl"),
         ProgressLines(training.log_interval),  # before what takes time
         saves,
-        *first,
+        *after_line,
         logger,  # a tracker takes the points in their order
     ]
     tables: list[Callback] = []
@@ -394,7 +394,7 @@ def make_trainer(
         tables = [table]
     if not ranks.first:  # all ranks evaluate, and save weights that are spread over them
         callbacks = [ImageStatistics(), watch, *own.callbacks]
-        callbacks += [*([saves] if ranks.shards else []), *first]
+        callbacks += [*([saves] if ranks.shards else []), *after_line]
     return MinimalGRPOTrainer(
         model,
         make_dataloader(dataset, training.batch_size, training.seed, ranks.rank, ranks.world),

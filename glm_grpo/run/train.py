@@ -160,13 +160,16 @@ class Training:
         self.before_waits = bool(training.eval_samples and config.model.lora) and not (
             config.resume or training.shard or training.eval_interval == 1
         )
-        first = [MeasureBefore(self.measure_before, run.interrupts)] * self.before_waits
+        after_line = []
+        if self.before_waits:
+            after_line = [MeasureBefore(self.measure_before, run.interrupts)]
         self.before: Evaluation | None = None
         self.after: Evaluation | None = None
         if training.shard:
             ranks.shard(self.model)
         data = run.dataset, run.reward, self.out, self.watch
-        self.trainer = make_trainer(config, self.model, *data, ranks, run.own, run.held, first)
+        own = run.own, run.held, after_line
+        self.trainer = make_trainer(config, self.model, *data, ranks, *own)
         if not config.resume and ranks.first:
             write_config(self.config, self.out)
         run.say("run", str(self.out))
